@@ -1,0 +1,90 @@
+"""Settings of an engine, and what a pipeline is told when it is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+MIB: Final = 1 << 20
+
+_DTYPES: Final = ("auto", "float32", "float16", "bfloat16", "float64")
+_REFERENCE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of a :class:`~sidestream.DiffusionEngine`; each has a default but the model.
+
+    Raises:
+        ConfigError: A value is not possible; names the field, the value and what is allowed.
+    """
+
+    #: A checkpoint folder, a hub id, or a built-in name such as ``"digits"``.
+    model: str | Path | None = None
+    #: ``"package.module:Class"``; None: found from the checkpoint's ``model_index.json``.
+    pipeline: str | None = None
+    #: Arrive as ``PipelineConfig.options``.
+    pipeline_options: Mapping[str, Any] = field(default_factory=dict)
+    #: A platform plugin's name; None: ``SIDESTREAM_PLATFORM``, else the one that is available.
+    platform: str | None = None
+    #: Device indices.
+    devices: Sequence[int] = (0,)
+    #: ``"auto"``: bfloat16 on devices, float32 on the CPU.
+    dtype: str = "auto"
+    #: ``"multiproc"``: a worker process a device; ``"uniproc"``: a thread of this process.
+    executor: Literal["multiproc", "uniproc"] = "multiproc"
+    #: False copies outputs on the forward's stream, before the next forward starts.
+    async_output: bool = True
+    #: Requests that are with a worker at a time: one runs, the others wait in its socket.
+    dispatch_depth: int = 2
+    #: Outputs that a worker holds on its device at a time, the one being made included.
+    max_pending_outputs: int = 2
+    #: Bytes of outputs that are ready and not taken; over it no request is sent to a worker.
+    host_buffer_bytes: int = 512 * MIB
+    #: Requests that wait in the main process; ``submit`` raises over it, ``generate`` waits.
+    max_queued_requests: int = 1024
+    #: How long a starting worker may show no progress.
+    start_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.model is None and self.pipeline is None:
+            raise ConfigError("model", None, "a checkpoint, or pipeline='package.module:Class'")
+        if self.pipeline is not None and not _REFERENCE.fullmatch(self.pipeline):
+            raise ConfigError("pipeline", self.pipeline, "'package.module:Class'")
+        if self.dtype not in _DTYPES:
+            raise ConfigError("dtype", self.dtype, ", ".join(map(repr, _DTYPES)))
+        if self.executor not in ("multiproc", "uniproc"):
+            raise ConfigError("executor", self.executor, "'multiproc' or 'uniproc'")
+        devices = tuple(self.devices)
+        if len(devices) != 1 or not all(isinstance(i, int) and i >= 0 for i in devices):
+            raise ConfigError("devices", self.devices, "one device index, such as (0,)")
+        object.__setattr__(self, "devices", devices)
+        for name in ("dispatch_depth", "max_pending_outputs", "max_queued_requests"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(name, value, "a positive integer")
+        if not isinstance(self.host_buffer_bytes, int) or self.host_buffer_bytes < 0:
+            raise ConfigError("host_buffer_bytes", self.host_buffer_bytes, "a number of bytes")
+        if not self.start_timeout_s > 0:
+            raise ConfigError("start_timeout_s", self.start_timeout_s, "a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """What ``Pipeline.load`` is given, in the process and thread that will run the forward."""
+
+    #: A local folder; None for pipelines that need no checkpoint.
+    model: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1

@@ -1,0 +1,51 @@
+"""What comes out of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sidestream.models.post_process import to_images
+from sidestream.request import OutputTimings
+from sidestream.transport.packing import detach_copy
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(eq=False)
+class DiffusionOutput:
+    """What one request produced, on the host.
+
+    ``output`` is the tree that the pipeline returned, after post-processing: tensors and arrays
+    alias memory that is this output's alone until the last of them is gone. Keep results for long
+    with :meth:`detach_copy`, which gives the shared memory back.
+    """
+
+    #: The caller's id, or the engine's if the caller gave none.
+    request_id: str
+    output: Any
+    async_output_id: str | None = None
+    timings: OutputTimings = field(default_factory=OutputTimings)
+    #: Key of the host half of post-processing, see ``sidestream.models.post_process``.
+    post_process: str | None = None
+
+    @property
+    def images(self) -> list[Image]:
+        """Make PIL images of the output; the work is done here, in the caller's thread.
+
+        Raises:
+            MissingDependencyError: Pillow is not installed.
+            TypeError: The output is no image.
+        """
+        return to_images(self.output, self.post_process)
+
+    @property
+    def frames(self) -> list[Image]:
+        """Make PIL images of a video's frames, in order; otherwise as :attr:`images`."""
+        return self.images
+
+    def detach_copy(self) -> DiffusionOutput:
+        """Copy the tensors and arrays out of shared memory, so that their slot is free again."""
+        return dataclasses.replace(self, output=detach_copy(self.output))

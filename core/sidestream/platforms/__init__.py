@@ -1,0 +1,1 @@
+"""Accelerators: the hooks that a plugin implements, and how one is chosen."""

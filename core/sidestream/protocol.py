@@ -1,0 +1,88 @@
+"""The messages between the main process and its workers.
+
+Commands go down (:data:`Command`), :class:`AsyncDiffusionOutput` comes up: one envelope for
+everything, routed by its kind. The main process makes every id and registers whoever waits for it
+before it sends, so no message can name an id that was never issued; one for an id that is gone is
+released undecoded and counted.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from sidestream.request import OutputTimings
+
+
+class AsyncOutputKind(enum.IntEnum):
+    """What an envelope says."""
+
+    #: The forward is queued on the device; the worker takes the next command.
+    COMPUTE_DONE = 1
+    #: One request's output is readable by the main process, or failed on its way.
+    OUTPUT_READY = 2
+    #: A call's return value, or the error of a call or of a forward.
+    RPC_RESULT = 3
+    #: A sign of life: a stage of the start-up.
+    PROGRESS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncDiffusionOutput:
+    """The one envelope of the result channel.
+
+    ``result`` holds a call's return value or a start-up stage's name, ``output`` a payload tree.
+    ``error`` excludes both.
+    """
+
+    kind: AsyncOutputKind
+    rpc_id: int = 0
+    async_output_id: str | None = None
+    #: Which run of the request this is about; a lower one than the current is stale.
+    attempt: int = 0
+    result: Any = None
+    output: Any = None
+    error: BaseException | None = None
+    timings: OutputTimings = field(default_factory=OutputTimings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execute:
+    """Run one forward over ``requests``; ``output_ids`` names each one's output."""
+
+    rpc_id: int
+    attempt: int
+    output_ids: tuple[str, ...]
+    #: Packed requests, in the order of ``output_ids``.
+    requests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call a method of the worker, else of its pipeline, on the worker's main thread."""
+
+    rpc_id: int
+    method: str
+    #: Packed ``(args, kwargs)``.
+    arguments: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shutdown:
+    """Finish what was taken, then end."""
+
+
+Command = Execute | Call | Shutdown
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """What ``execute_model`` answers once a forward is queued: where its outputs will appear."""
+
+    async_output_ids: tuple[str, ...]
+
+    @property
+    def async_output_id(self) -> str:
+        """Give the id of a lone request's output."""
+        return self.async_output_ids[0]
