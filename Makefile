@@ -1,0 +1,56 @@
+# Each command makes .venv first if there is none. All that has to be there is Python 3.11 or newer,
+# make and a package index; name another Python with: make PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+TESTED := core plugins tests examples scripts
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test soak lint types format package constraints clean
+
+help: ## say what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt scripts/bootstrap.py
+	$(PYTHON) scripts/bootstrap.py $(VENV)
+	@touch $@
+
+venv: $(READY) ## make .venv with everything in it
+
+demo: $(READY) ## draw digits through the asynchronous path into ./demo/
+	$(BIN)/sidestream demo
+
+# One thread of torch a process: the suite runs many, and more threads than cores make them slow.
+test: $(READY) ## run the tests (under three minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak"
+
+soak: $(READY) ## run the long tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
+
+lint: $(READY) ## check style, formatting, the floors of the package, spelling
+	$(BIN)/ruff check $(TESTED)
+	$(BIN)/ruff format --check $(TESTED)
+	$(BIN)/lint-imports
+	$(BIN)/codespell core plugins tests examples scripts docs README.md CHANGELOG.md
+
+types: $(READY) ## check types
+	$(BIN)/mypy
+
+format: $(READY) ## mend what ruff can mend
+	$(BIN)/ruff check --fix $(TESTED)
+	$(BIN)/ruff format $(TESTED)
+
+package: $(READY) ## build sdist and wheel into dist/ and check the wheel
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/check-wheel-contents dist/*.whl
+
+constraints: $(READY) ## write the versions of .venv into constraints.txt
+	sed '/^[^#]/d' constraints.txt > $(VENV)/constraints
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[^+]*\)+.*/\1/' >> $(VENV)/constraints
+	mv $(VENV)/constraints constraints.txt
+
+clean: ## remove what the other commands made
+	rm -rf $(VENV) demo dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find core plugins tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
