@@ -7,8 +7,10 @@ torch, which skips such a wait without an error and lets the copy overtake the f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 @dataclass(frozen=True, kw_only=True)

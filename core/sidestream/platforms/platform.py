@@ -1,0 +1,229 @@
+"""The typed facade over one plugin's hooks; the rest of the code never calls a hook itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+from sidestream.errors import (
+    MissingDependencyError,
+    PlatformError,
+    PluginContractError,
+    SidestreamError,
+)
+from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, SideStream
+from sidestream.platforms.registry import NOOP_NAME, PlatformRegistry, ask_probe, load_hooks
+
+if TYPE_CHECKING:
+    import pluggy
+    import torch
+
+_AUTOLOAD_VARIABLE: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+class Platform:
+    """One platform: made by :func:`load_platform`, or in a worker by :func:`load_plugin`.
+
+    Methods that take a device want one of this platform with an index. Whatever a hook raises
+    arrives as ``PlatformError`` with the original as ``__cause__`` (errors of sidestream arrive as
+    they are), and None from a required hook as ``PluginContractError``.
+    """
+
+    def __init__(
+        self, name: str, device_type: str, reference: str, manager: pluggy.PluginManager
+    ) -> None:
+        #: The plugin's name.
+        self.name: Final = name
+        #: The type of its ``torch.device``; ROCm's is "cuda".
+        self.device_type: Final = device_type
+        #: What a worker imports to get the same plugin.
+        self.reference: Final = reference
+        self._hooks: Final = manager.hook
+
+    def __repr__(self) -> str:
+        return f"<Platform {self.name!r} ({self.reference})>"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether there are side streams and events; False for the no-op base only."""
+        return self.name != NOOP_NAME
+
+    def device(self, index: int = 0) -> torch.device:
+        """Give the platform's device of this index; the CPU is one device without an index."""
+        import torch
+
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, index)
+
+    def set_device(self, device: torch.device) -> None:
+        """Bind the calling thread to ``device``; needed once in each thread, before all else."""
+        self._require_true(self._hooks.set_device, device)
+
+    def side_stream(self, device: torch.device, priority: int = 0) -> SideStream | None:
+        """Make a stream beside the current one; None only from the no-op base."""
+        stream: SideStream | None = self._call(
+            self._hooks.side_stream, device=device, priority=priority
+        )
+        if stream is None and self.is_asynchronous:
+            raise self._breach(self._hooks.side_stream, None, "a SideStream")
+        return stream
+
+    def record_device_event(
+        self, device: torch.device, *, timing: bool = False
+    ) -> DeviceEvent | None:
+        """Record an event on the calling thread's current stream; None only from the no-op base."""
+        event: DeviceEvent | None = self._call(
+            self._hooks.record_device_event, device=device, timing=timing
+        )
+        if event is None and self.is_asynchronous:
+            raise self._breach(self._hooks.record_device_event, None, "a DeviceEvent")
+        return event
+
+    def synchronize_device(self, device: torch.device) -> None:
+        """Block until all work queued on ``device`` is done."""
+        self._require_true(self._hooks.synchronize_device, device)
+
+    def check_device(self, device: torch.device) -> DeviceFault | None:
+        """Ask for evidence that ``device`` is broken; an exception is such evidence."""
+        try:
+            fault: DeviceFault | None = self._call(self._hooks.check_device, device=device)
+        except SidestreamError as error:
+            return DeviceFault(reason=str(error))
+        return fault
+
+    def pin_host_memory(self, device: torch.device, address: int, nbytes: int) -> HostPin | None:
+        """Page-lock an existing mapping, or answer None where that is not possible."""
+        pin: HostPin | None = self._call(
+            self._hooks.pin_host_memory, device=device, address=address, nbytes=nbytes
+        )
+        return pin
+
+    def pinned_buffer(self, device: torch.device, nbytes: int) -> torch.Tensor | None:
+        """Allocate a page-locked uint8 tensor, or answer None where that is not possible."""
+        buffer: torch.Tensor | None = self._call(
+            self._hooks.pinned_buffer, device=device, nbytes=nbytes
+        )
+        return buffer
+
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        """Give (free, total) bytes of device memory, or None where that is not known."""
+        info: tuple[int, int] | None = self._call(self._hooks.memory_info, device=device)
+        return info
+
+    def empty_cache(self, device: torch.device) -> None:
+        """Give cached, unused device memory back to the device."""
+        self._call(self._hooks.empty_cache, device=device)
+
+    def distributed_backend(self) -> str | None:
+        """Name the ``torch.distributed`` backend, or answer None where there is none."""
+        backend: str | None = self._call(self._hooks.distributed_backend)
+        return backend
+
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+        """Mark a range in the vendor's profiler; does nothing where there is none."""
+        marked: AbstractContextManager[None] | None = self._call(
+            self._hooks.profiler_range, name=name
+        )
+        return nullcontext() if marked is None else marked
+
+    def _call(self, hook: pluggy.HookCaller, /, **arguments: Any) -> Any:
+        device: torch.device | None = arguments.get("device")
+        if device is not None:
+            self._refuse_unfit(device)
+        try:
+            return hook(**arguments)
+        except SidestreamError:
+            raise
+        except (Exception, SystemExit) as error:  # the boundary to a plugin's code
+            where = "" if device is None else f" on {device}"
+            raise PlatformError(
+                f"Hook {hook.name} of plugin {self.name!r} failed{where}: "
+                f"{type(error).__name__}: {error}",
+                platform=self.name,
+            ) from error
+
+    def _require_true(self, hook: pluggy.HookCaller, device: torch.device) -> None:
+        answer = self._call(hook, device=device)
+        if answer is not True:
+            raise self._breach(hook, answer, "True")
+
+    def _refuse_unfit(self, device: torch.device) -> None:
+        # Without an index a vendor's call means the thread's current device, which is 0 in a new
+        # thread: the event would be recorded, and the copy queued, on another card.
+        if device.type == self.device_type and (device.index is not None or device.type == "cpu"):
+            return
+        problem = "has no index" if device.type == self.device_type else "is of another type"
+        raise PlatformError(
+            f"Platform {self.name!r} can't use device '{device}', which {problem}; "
+            f"use a device such as '{self.device()}'.",
+            platform=self.name,
+        )
+
+    def _breach(self, hook: pluggy.HookCaller, answer: object, wanted: str) -> PluginContractError:
+        return PluginContractError(
+            f"Required hook {hook.name} of plugin {self.name!r} answered {answer!r} instead of "
+            f"{wanted}. If it failed, it has to raise.",
+            plugin=self.name,
+            hook=hook.name,
+        )
+
+
+def load_platform(platform: str | torch.device | None = None) -> Platform:
+    """Load the platform of that plugin name or device; None: choose one.
+
+    The order is the argument, ``SIDESTREAM_PLATFORM``, then the one that is available; with none
+    available it is ``cpu``. Imports torch, but no vendor package before the device is set.
+
+    Raises:
+        PlatformNotFoundError: No plugin has that name, or no available one that device type.
+        AmbiguousPlatformError: Several are available and none was named.
+        PluginError: The plugin can't be used.
+        MissingDependencyError: torch is not installed.
+    """
+    registry = PlatformRegistry.discover()
+    if platform is None or isinstance(platform, str):
+        record = registry.select(platform)
+    else:
+        record = registry.select(device_type=platform.type)
+    return load_plugin(record.name, record.reference)
+
+
+def load_plugin(name: str, reference: str) -> Platform:
+    """Load one plugin by its import reference, as a worker does: no discovery, no choice.
+
+    Raises:
+        PluginError: It can't be imported or breaks the contract.
+        MissingDependencyError: torch is not installed.
+    """
+    manager = load_hooks(name, reference)
+    probe = ask_probe(name, manager)
+    _import_torch(name)
+    return Platform(name, probe.device_type, reference, manager)
+
+
+def _import_torch(name: str) -> None:
+    """Import torch without the vendor packages that would load themselves along with it.
+
+    One broken vendor package would make ``import torch`` raise, or abort the process, also for
+    who wants another platform; the chosen plugin imports its own.
+    """
+    if "torch" in sys.modules:
+        return
+    before = os.environ.get(_AUTOLOAD_VARIABLE)
+    os.environ[_AUTOLOAD_VARIABLE] = "0"
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingDependencyError(
+            "torch", f"platform {name!r}", f'pip install "sidestream[{name}]"'
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[_AUTOLOAD_VARIABLE]
+        else:
+            os.environ[_AUTOLOAD_VARIABLE] = before
