@@ -14,7 +14,8 @@ from sidestream.errors import (
     SidestreamError,
 )
 from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, SideStream
-from sidestream.platforms.registry import NOOP_NAME, PlatformRegistry, ask_probe, load_hooks
+from sidestream.platforms.plugin import ask_probe, load_hooks
+from sidestream.platforms.registry import NOOP_NAME, PlatformRegistry
 
 if TYPE_CHECKING:
     import pluggy

@@ -1,0 +1,147 @@
+"""The check of streams, events and copies that a worker makes before it says that it is ready."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from sidestream.errors import PlatformError, PluginContractError, SidestreamError
+from sidestream.platforms.device import DeviceEvent, SideStream
+
+if TYPE_CHECKING:
+    import torch
+
+    from sidestream.platforms.platform import Platform
+
+_ROUNDS: Final = 3
+_CHECKED_BYTES: Final = 1 << 20
+#: Takes a card 0.3 ms to fetch from the host: longer than queueing the copy that must wait for it.
+_DELAY_BYTES: Final = 16 << 20
+_POISON: Final = 0xEE
+_TIMEOUT_S: Final = 60.0
+
+
+def self_test(platform: Platform, device: torch.device) -> None:
+    """Copy fresh bytes off ``device`` by a side stream into poisoned memory and compare them all.
+
+    A wait that the platform skips shows as poison. Needs ``platform.set_device(device)`` before,
+    in this thread; takes milliseconds on a device and does nothing on the no-op base.
+
+    Raises:
+        PluginContractError: A hook answered something else than it promises.
+        PlatformError: The device failed, or bytes arrived late or wrong.
+    """
+    if not platform.is_asynchronous:
+        return
+    try:
+        side = _checked_stream(platform, device)
+        _refuse_foreign_event(platform, side)
+        for number in range(_ROUNDS):
+            _round(platform, device, side, number)
+    except SidestreamError:
+        raise
+    except Exception as error:  # whatever the vendor's torch raises; it has no common class
+        raise PlatformError(
+            f"The self-test of plugin {platform.name!r} on {device} failed: "
+            f"{type(error).__name__}: {error}",
+            platform=platform.name,
+        ) from error
+
+
+def _round(platform: Platform, device: torch.device, side: SideStream, number: int) -> None:
+    import torch
+
+    sent = torch.frombuffer(bytearray(os.urandom(_CHECKED_BYTES)), dtype=torch.uint8)
+    fresh = torch.empty_like(sent, device=device)
+    fresh.copy_(sent)
+    source = torch.empty_like(fresh)
+    source.copy_(torch.full_like(sent, _POISON))
+    ballast = _host_buffer(platform, device, _DELAY_BYTES)
+    received = _host_buffer(platform, device, _CHECKED_BYTES)
+    received.fill_(_POISON)
+
+    torch.empty_like(ballast, device=device).copy_(ballast, non_blocking=True)
+    source.copy_(fresh)
+    written = _recorded_event(platform, device)
+    side.wait_event(written)
+    with side:
+        received.copy_(source, non_blocking=True)
+        copied = side.record_event()
+    if not copied.wait(_TIMEOUT_S):
+        raise PlatformError(
+            f"The self-test's copy from {device} did not end in {_TIMEOUT_S:g} s "
+            f"(plugin {platform.name!r}, round {number + 1}).",
+            platform=platform.name,
+        )
+    if not (copied.query() and written.query()):
+        raise PluginContractError(
+            f"Plugin {platform.name!r}: an event says that it is incomplete after a later one of "
+            f"{device} was waited for.",
+            plugin=platform.name,
+            hook="record_device_event",
+        )
+    wrong = int((received != sent).sum())
+    if wrong:
+        raise PlatformError(
+            f"Plugin {platform.name!r}: {wrong} of {_CHECKED_BYTES} bytes copied from {device} by "
+            f"a side stream are wrong (round {number + 1}). Either the side stream does not wait "
+            "for the event of record_device_event, or the copy's event comes too early; outputs "
+            "would be corrupt.",
+            platform=platform.name,
+        )
+
+
+def _checked_stream(platform: Platform, device: torch.device) -> SideStream:
+    stream = platform.side_stream(device)
+    if not isinstance(stream, SideStream):
+        raise _wrong_type(platform, "side_stream", stream, "a SideStream")
+    return stream
+
+
+def _recorded_event(platform: Platform, device: torch.device) -> DeviceEvent:
+    event = platform.record_device_event(device)
+    if not isinstance(event, DeviceEvent):
+        raise _wrong_type(platform, "record_device_event", event, "a DeviceEvent")
+    return event
+
+
+def _refuse_foreign_event(platform: Platform, stream: SideStream) -> None:
+    try:
+        stream.wait_event(_ForeignEvent())
+    except PlatformError:
+        return
+    raise PluginContractError(
+        f"A side stream of plugin {platform.name!r} accepts events that are not the plugin's. "
+        "torch skips the wait for such an event without an error: wait_event has to raise "
+        "PlatformError first.",
+        plugin=platform.name,
+        hook="side_stream",
+    )
+
+
+def _host_buffer(platform: Platform, device: torch.device, nbytes: int) -> torch.Tensor:
+    import torch
+
+    pinned = platform.pinned_buffer(device, nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8) if pinned is None else pinned
+
+
+def _wrong_type(platform: Platform, hook: str, answer: object, wanted: str) -> PluginContractError:
+    return PluginContractError(
+        f"Hook {hook} of plugin {platform.name!r} answered {answer!r}, which is not {wanted}.",
+        plugin=platform.name,
+        hook=hook,
+    )
+
+
+class _ForeignEvent:
+    """An event that no plugin made."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def elapsed_s(self, earlier: DeviceEvent) -> float | None:
+        return None

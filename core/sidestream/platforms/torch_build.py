@@ -1,0 +1,45 @@
+"""What the installed torch was built for, read from its files: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """The vendor runtimes of a torch build; None where it has none."""
+
+    #: With its local part, such as ``"2.11.0+cu130"``.
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+
+
+def torch_build() -> TorchBuild | None:
+    """Read ``torch/version.py``; None: torch is not installed, or this file is not readable."""
+    try:
+        spec = find_spec("torch")
+    except ValueError:  # sys.modules holds something that no import system made
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    values: dict[str, str | None] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            values[target.id] = None if value.value is None else str(value.value)
+    return TorchBuild(
+        version=values.get("__version__") or "unknown",
+        cuda=values.get("cuda"),
+        hip=values.get("hip"),
+        xpu=values.get("xpu"),
+    )
