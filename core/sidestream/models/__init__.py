@@ -1,0 +1,1 @@
+"""Adapters that make models of other libraries into pipelines for a worker."""

@@ -1,0 +1,167 @@
+"""Qwen-Image: diffusers' ``QwenImagePipeline``, up to the decoder's tensor on the device."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from sidestream.errors import InvalidRequestError
+from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
+from sidestream.models.registry import read_defaults
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sidestream.config import PipelineConfig
+    from sidestream.models.pipeline import StepHook
+    from sidestream.request import DiffusionRequest, SamplingParams
+
+#: What the requests of one forward have in common, with its name in a call of the pipeline.
+_SHARED: Final = {
+    "height": "height",
+    "width": "width",
+    "num_inference_steps": "num_inference_steps",
+    "guidance_scale": "guidance_scale",
+    "true_cfg_scale": "true_cfg_scale",
+    "num_outputs_per_prompt": "num_images_per_prompt",
+}
+
+
+class QwenImage:
+    """Sample images; a payload is the raw decoder tensor (n,3,H,W), -1 to 1, or packed latents.
+
+    Requests of one size, step count and guidance share a forward; prompts, negative prompts and
+    seeds may differ. A request with ``inputs`` or ``extra`` is sampled alone, also in a batch,
+    because its arguments hold for a whole call of the library's pipeline.
+    """
+
+    supports_request_batch = True
+    #: Every forward allocates its results anew, and the decoder keeps none of them.
+    outputs_are_private = True
+    post_process = "QwenImagePipeline"
+
+    def __init__(
+        self, pipeline: QwenImagePipeline, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.pipeline = pipeline
+        #: Sampling parameters where a request names none.
+        self.defaults = dict(defaults or {})
+        #: Called after each denoising step with the number of steps done; may raise.
+        self.on_step: StepHook | None = None
+        # The library moves these two to the device after the loop of every call: two waits for
+        # the device, of which each would end the run-ahead.
+        vae = pipeline.vae
+        shape = (1, vae.config.z_dim, 1, 1, 1)
+        place = {"device": vae.device, "dtype": vae.dtype}
+        self._latents_mean = torch.tensor(vae.config.latents_mean).view(shape).to(**place)
+        self._latents_inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(
+            **place
+        )
+
+    @classmethod
+    def load(cls, config: PipelineConfig) -> Self:
+        """Load a checkpoint folder as ``QwenImagePipeline.save_pretrained`` writes it."""
+        pipeline = load_pretrained(QwenImagePipeline, config)
+        assert config.model is not None  # load_pretrained refused it
+        return cls(pipeline, read_defaults(config.model))
+
+    @torch.no_grad()
+    def forward(self, requests: Sequence[DiffusionRequest]) -> list[Tensor]:
+        """Sample ``requests`` together; give one tensor each.
+
+        Raises:
+            InvalidRequestError: Requests can't share a forward, or one names an argument that
+                the pipeline doesn't take.
+        """
+        params = [r.sampling_params.with_defaults(self.defaults) for r in requests]
+        self._check(requests, params)
+        arguments = [named_arguments(self.pipeline.__call__, r) for r in requests]
+        if len(requests) > 1 and any(arguments):
+            return [
+                self._sample([request.prompt], [own], named)[0]
+                for request, own, named in zip(requests, params, arguments, strict=True)
+            ]
+        return self._sample([r.prompt for r in requests], params, arguments[0])
+
+    def _sample(
+        self, prompts: list[str], params: list[SamplingParams], named: Mapping[str, Any]
+    ) -> list[Tensor]:
+        first = params[0]
+        call: dict[str, Any] = {
+            argument: getattr(first, name)
+            for name, argument in _SHARED.items()
+            if getattr(first, name) is not None
+        }
+        call.update(named)
+        if "prompt_embeds" not in named:
+            call["prompt"] = prompts
+        if first.negative_prompt is not None and "negative_prompt_embeds" not in named:
+            call["negative_prompt"] = [p.negative_prompt for p in params]
+        if self.on_step is not None:
+            call["callback_on_step_end"] = self._step_ended
+        latents = self.pipeline(
+            **call,
+            generator=[g for p in params for g in _generators(p)],
+            # The library's own decoding waits for the device; ours follows.
+            output_type="latent",
+            return_dict=False,
+        )[0]
+        output = latents if first.output_type == "latent" else self._decode(latents, first)
+        return list(output.split(first.num_outputs_per_prompt or 1))
+
+    def _decode(self, latents: Tensor, params: SamplingParams) -> Tensor:
+        # The end of QwenImagePipeline.__call__, with the two tensors that are there already.
+        pipeline = self.pipeline
+        default = pipeline.default_sample_size * pipeline.vae_scale_factor
+        unpacked = pipeline._unpack_latents(
+            latents, params.height or default, params.width or default, pipeline.vae_scale_factor
+        ).to(pipeline.vae.dtype)
+        unpacked = unpacked / self._latents_inverse_std + self._latents_mean
+        frames: Tensor = pipeline.vae.decode(unpacked, return_dict=False)[0]
+        return frames[:, :, 0]
+
+    def _step_ended(
+        self, _pipeline: Any, step: int, _timestep: Any, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self.on_step is not None:
+            self.on_step(step + 1)
+        return tensors
+
+    def _check(
+        self, requests: Sequence[DiffusionRequest], params: Sequence[SamplingParams]
+    ) -> None:
+        multiple = self.pipeline.vae_scale_factor * 2
+        first = params[0]
+        for request, own in zip(requests, params, strict=True):
+            why = _difference(first, own)
+            for name in ("height", "width"):
+                size = getattr(own, name)
+                if size is not None and size % multiple:
+                    why = f"{name}={size} is not possible: it has to be a multiple of {multiple}"
+            if own.num_frames not in (None, 1):
+                why = f"num_frames={own.num_frames} is not possible: Qwen-Image makes images"
+            if why is not None:
+                raise InvalidRequestError(f"{why}.", request_id=request.request_id)
+
+
+def _difference(one: SamplingParams, other: SamplingParams) -> str | None:
+    """Say why two requests can't share a forward; None if they can."""
+    for name in (*_SHARED, "output_type"):
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            return f"Requests with {name}={a!r} and {name}={b!r} can't share a forward"
+    if (one.negative_prompt is None) != (other.negative_prompt is None):
+        return "Requests with and without a negative_prompt can't share a forward"
+    return None
+
+
+def _generators(params: SamplingParams) -> list[torch.Generator]:
+    # On the CPU, so that a seed gives the same noise on every device.
+    seed = secrets.randbits(31) if params.seed is None else params.seed
+    return [
+        torch.Generator().manual_seed(seed + j) for j in range(params.num_outputs_per_prompt or 1)
+    ]
