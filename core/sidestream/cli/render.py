@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +67,9 @@ def render(
             ready = time.monotonic()
             with (
                 writer,
-                closing(engine.imap(requests)) as outputs,
                 click.progressbar(length=len(requests), label="Drawing", file=sys.stderr) as bar,
             ):
-                for index, output in enumerate(outputs):
+                for index, output in enumerate(engine.imap(requests)):
                     writer.submit(output, name(index), _metadata(config, requests[index]))
                     timings.append(output.timings)
                     bar.update(1)
