@@ -7,10 +7,8 @@ torch, which skips such a wait without an error and lets the copy overtake the f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True)

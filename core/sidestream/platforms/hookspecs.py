@@ -10,16 +10,15 @@ synchronous path).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 import pluggy
 
+from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, Probe, SideStream
+
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
-
-    from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, Probe, SideStream
 
 PROJECT: Final = "sidestream"
 hookspec: Final[pluggy.HookspecMarker] = pluggy.HookspecMarker(PROJECT)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 from sidestream import __version__
 from sidestream.errors import (
@@ -22,13 +23,8 @@ from sidestream.errors import (
     PluginError,
     PluginLoadError,
 )
+from sidestream.platforms.device import Probe
 from sidestream.platforms.plugin import ENTRY_POINT_GROUP, ask_probe, implemented_hooks, load_hooks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from importlib.metadata import EntryPoint
-
-    from sidestream.platforms.device import Probe
 
 logger = logging.getLogger(__name__)
 

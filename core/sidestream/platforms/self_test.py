@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from sidestream.errors import PlatformError, PluginContractError, SidestreamError
 from sidestream.platforms.device import DeviceEvent, SideStream
+from sidestream.platforms.platform import Platform
 
 if TYPE_CHECKING:
     import torch
-
-    from sidestream.platforms.platform import Platform
 
 _ROUNDS: Final = 3
 _CHECKED_BYTES: Final = 1 << 20

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from sidestream.platforms.device import DeviceFault
+from sidestream.platforms.device import DeviceFault, SideStream
 
 if TYPE_CHECKING:
     import torch
-
-    from sidestream.platforms.device import SideStream
 
 SENTINEL_BYTES: Final = 4096
 #: A healthy device answers in well under a millisecond; one that others keep busy, later.

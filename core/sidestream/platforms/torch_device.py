@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sidestream.errors import PlatformError
+from sidestream.platforms.device import DeviceEvent, DeviceFault
 from sidestream.platforms.hookspecs import hookimpl
 from sidestream.platforms.sentinel import SENTINEL_BYTES, check_by_sentinel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from types import TracebackType
-
     import torch
-
-    from sidestream.platforms.device import DeviceEvent, DeviceFault
 
 _FIRST_PAUSE_S: Final = 0.0001
 _LONGEST_PAUSE_S: Final = 0.002
@@ -82,11 +80,19 @@ class TorchEvent:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return True
 
-    def elapsed_s(self, earlier: DeviceEvent) -> float | None:
-        """Give the device seconds since ``earlier``; None if one was recorded without timing."""
+    def elapsed_s(self, earlier: DeviceEvent) -> float:
+        """Give the device seconds since ``earlier``.
+
+        Raises:
+            PlatformError: One of them is foreign, not complete, or recorded without timing.
+        """
         before = _own(earlier, self.platform, self.device)
-        if not (self.timing and before.timing):
-            return None
+        if not (self.timing and before.timing and before.query() and self.query()):
+            raise PlatformError(
+                "The time between two events is known once both are complete, and only if both "
+                "were recorded with timing=True.",
+                platform=self.platform,
+            )
         return float(before.native.elapsed_time(self.native)) / 1e3
 
 

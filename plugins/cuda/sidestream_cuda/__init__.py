@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidestream.platforms.device import Probe
+from sidestream.platforms.device import HostPin, Probe
 from sidestream.platforms.hookspecs import hookimpl
 from sidestream.platforms.host_memory import clear_pending_error, lock_mapping
 from sidestream.platforms.torch_build import torch_build
 from sidestream.platforms.torch_device import TorchDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
     import torch
-
-    from sidestream.platforms.device import HostPin
 
 
 def _torch_cuda() -> Any:
