@@ -62,3 +62,7 @@ def _show(error: Exception, verbosity: Verbosity) -> None:
     if not isinstance(error, SidestreamError | OSError):
         text = f"{type(error).__name__}: {text} ('--verbose' shows where)"
     click.echo(f"Error: {text}", err=True)
+
+
+if __name__ == "__main__":
+    main()
