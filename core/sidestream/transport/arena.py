@@ -1,0 +1,355 @@
+"""The worker's half of the data plane: slots for outputs in a few large shared arenas."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sidestream.errors import InternalError
+from sidestream.transport.memory import HostMemoryError, allocate
+
+if TYPE_CHECKING:
+    from sidestream.platforms.device import HostPin
+
+#: Slots start at multiples of this, and so do the leaves in them (``packing.LEAF_ALIGNMENT``).
+SLOT_ALIGNMENT: Final = 256
+#: A returned token on the wire.
+TOKEN: Final = struct.Struct("<Q")
+#: Set in a returned token whose memory a forked child of the reader may still read.
+RETIRED: Final = 1 << 63
+
+#: An arena holds at least this much, so that small outputs don't make an arena each.
+_MIN_ARENA_BYTES: Final = 4 << 20
+#: A new arena holds this many outputs of the size that asked for it.
+_SLOTS_PER_ARENA: Final = 4
+
+
+class Slot:
+    """Room for one output. The message that names it hands it over to the reader.
+
+    States: held (the writer's), announced (the reader's), returned.
+    """
+
+    def __init__(self, block: _Block, offset: int, nbytes: int, token: int) -> None:
+        self._block: Final = block
+        self.offset: Final = offset
+        self.nbytes: Final = nbytes
+        #: Never used twice, so a late or repeated return can't free somebody else's slot.
+        self.token: Final = token
+        #: 1-D uint8 over exactly this range; page-locked where its arena is.
+        self.buffer: Final = block.buffer[offset : offset + nbytes]
+
+    @property
+    def arena_id(self) -> int:
+        """Give the id of the memfd that it lies in."""
+        return self._block.id
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Give the size of that memfd."""
+        return self._block.nbytes
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Tell whether the memfd is this slot's alone and dies with the reader's last view."""
+        return not isinstance(self._block, _Arena)
+
+    @property
+    def fd(self) -> int | None:
+        """Give the descriptor to send along; None once the reader was told of the memfd."""
+        return self._block.fd
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """What a pool holds."""
+
+    arenas: int
+    arena_bytes: int
+    #: Slots that are the writer's or that the reader has not given back, one-shots left out once
+    #: they are announced.
+    slots_in_use: int
+    #: One-shots made so far: outputs for which the arenas had no room.
+    one_shots: int
+    #: Slots retired so far, because the reader's process forked while it leased them.
+    retired: int
+
+
+class SlotPool:
+    """Gives slots to outputs; used by one thread, the one that writes them.
+
+    Arenas grow on demand up to the budget, are page-locked once, and stay: unlocking one while a
+    device is busy stalls it. When they are leased out an output gets a memfd of its own, so that
+    a reader that keeps results neither blocks the writer nor loses finished work.
+    """
+
+    def __init__(
+        self, budget_bytes: int, *, pin: Callable[[int, int], HostPin | None] | None = None
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            budget_bytes: Bound of all arenas together; 0: one-shots only.
+            pin: Page-locks ``(address, nbytes)``, or gives None where it can't.
+        """
+        self._budget_bytes = budget_bytes
+        self._pin = pin
+        self._arenas: dict[int, _Arena] = {}
+        self._slots: dict[int, Slot] = {}
+        self._dropped: list[int] = []
+        self._blocks_made = 0
+        # The upper half tells pools apart: what a reader returns to the worker that came after its
+        # own is ignored.
+        self._next_token = (secrets.randbits(30) + 1) << 32
+        self._one_shots = 0
+        self._retired = 0
+        self._is_closed = False
+
+    @property
+    def stats(self) -> PoolStats:
+        """Count what there is."""
+        return PoolStats(
+            arenas=len(self._arenas),
+            arena_bytes=self._arena_bytes(),
+            slots_in_use=len(self._slots),
+            one_shots=self._one_shots,
+            retired=self._retired,
+        )
+
+    def acquire(self, nbytes: int) -> Slot:
+        """Take a slot of ``nbytes``; never blocks.
+
+        Raises:
+            HostMemoryError: Not even a one-shot could be made; the pool is as it was.
+        """
+        if self._is_closed:
+            raise InternalError("A slot was asked of a pool that is closed.")
+        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        arena = self._best_fit(room) or self._grow(room)
+        if arena is not None:
+            return self._register(arena, arena.take(room), nbytes)
+        block = _Block(self._next_block_id(), max(nbytes, 1))
+        self._one_shots += 1
+        return self._register(block, 0, nbytes)
+
+    def announced(self, slot: Slot) -> None:
+        """Note that the message with this slot was sent: the reader owns it now.
+
+        Closes the memfd's descriptor. A one-shot is forgotten, its last reader frees it.
+        """
+        slot._block.close_fd()
+        if slot.is_one_shot:
+            self._slots.pop(slot.token, None)
+
+    def release(self, token: int) -> bool:
+        """Free a slot that was given back, or never announced; False: stale, ignored."""
+        slot = self._slots.pop(token, None)
+        if slot is None:
+            return False
+        block = slot._block
+        if isinstance(block, _Arena):
+            block.give_back(slot.offset, _room(slot))
+            self._drop_if_spent(block)
+        else:
+            block.close()
+        return True
+
+    def retire(self, token: int) -> bool:
+        """Give a slot up for good: a forked child may read its bytes at any later time.
+
+        Its arena is dropped once nothing in it is in use and at least half of it is retired.
+        """
+        slot = self._slots.pop(token, None)
+        if slot is None:
+            return False
+        self._retired += 1
+        block = slot._block
+        if isinstance(block, _Arena):
+            block.retire(_room(slot))
+            self._drop_if_spent(block)
+        else:
+            block.close()
+        return True
+
+    def take_releases(self, message: bytes) -> int:
+        """Take in tokens that the reader sent; gives how many were not stale."""
+        taken = 0
+        for (word,) in TOKEN.iter_unpack(message):
+            taken += self.retire(word & ~RETIRED) if word & RETIRED else self.release(word)
+        return taken
+
+    def take_dropped(self) -> list[int]:
+        """Give the arenas dropped since the last call, for the reader to unmap them too."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Make room for ``count`` outputs of ``nbytes`` now, as far as the budget allows.
+
+        The first output of a size otherwise pays for its arena: 0.4 ms/MB of page faults, and
+        page-locking.
+
+        Raises:
+            HostMemoryError: The host has too little memory.
+        """
+        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        there = sum(
+            size // room for arena in self._arenas.values() for _, size in arena.free_ranges
+        )
+        missing = _round_up((count - there) * room, mmap.PAGESIZE)
+        size = min(missing, self._budget_left())
+        if size >= room:
+            self._add_arena(size)
+
+    def close(self) -> None:
+        """Unlock and let go of everything; the reader's mappings stay valid. Idempotent."""
+        self._is_closed = True
+        blocks = {*self._arenas.values(), *(slot._block for slot in self._slots.values())}
+        self._arenas.clear()
+        self._slots.clear()
+        for block in blocks:
+            block.close()
+
+    def _register(self, block: _Block, offset: int, nbytes: int) -> Slot:
+        self._next_token += 1
+        slot = Slot(block, offset, nbytes, self._next_token)
+        self._slots[slot.token] = slot
+        return slot
+
+    def _best_fit(self, room: int) -> _Arena | None:
+        fitting = [arena for arena in self._arenas.values() if arena.best_fit(room) is not None]
+        return min(fitting, key=lambda arena: arena.best_fit(room) or 0, default=None)
+
+    def _grow(self, room: int) -> _Arena | None:
+        """Add an arena, a small one if there is no memory for a large one, or none."""
+        left, least = self._budget_left(), _round_up(room, mmap.PAGESIZE)
+        if least > left:
+            return None
+        wanted = max(_SLOTS_PER_ARENA * least, self._arena_bytes(), _MIN_ARENA_BYTES)
+        for nbytes in sorted({min(wanted, left), least}, reverse=True):
+            try:
+                return self._add_arena(nbytes)
+            except HostMemoryError:
+                continue
+        return None
+
+    def _add_arena(self, nbytes: int) -> _Arena:
+        arena = _Arena(self._next_block_id(), nbytes)
+        if self._pin is not None:
+            try:
+                arena.lock(self._pin)
+            except BaseException:
+                arena.close()
+                raise
+        self._arenas[arena.id] = arena
+        return arena
+
+    def _drop_if_spent(self, arena: _Arena) -> None:
+        if arena.is_spent:
+            del self._arenas[arena.id]
+            self._dropped.append(arena.id)
+            arena.close()
+
+    def _next_block_id(self) -> int:
+        self._blocks_made += 1
+        return self._blocks_made
+
+    def _arena_bytes(self) -> int:
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    def _budget_left(self) -> int:
+        left = self._budget_bytes - self._arena_bytes()
+        return max(0, left // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+class _Block:
+    """A mapped memfd, with its descriptor until the reader was told of it."""
+
+    def __init__(self, block_id: int, nbytes: int) -> None:
+        self.id: Final = block_id
+        self.nbytes: Final = nbytes
+        fd, self._mapping = allocate(nbytes)
+        self.fd: int | None = fd
+        self.buffer = torch.from_numpy(self._mapping.array(0, nbytes))
+        self._pin: HostPin | None = None
+
+    def lock(self, pin: Callable[[int, int], HostPin | None]) -> None:
+        self._pin = pin(self._mapping.address, self.nbytes)
+
+    def close_fd(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def close(self) -> None:
+        """Unlock, then let go; it is unmapped with the last slot that still refers to it."""
+        self.close_fd()
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+
+
+class _Arena(_Block):
+    """A block that holds many slots; keeps its free ranges sorted and merged."""
+
+    def __init__(self, block_id: int, nbytes: int) -> None:
+        super().__init__(block_id, nbytes)
+        #: (offset, size), by offset; no two touch.
+        self.free_ranges: list[tuple[int, int]] = [(0, nbytes)]
+        self._in_use = 0
+        self._retired_bytes = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Tell whether it is more useful as free memory."""
+        return not self._in_use and 2 * self._retired_bytes >= self.nbytes
+
+    def best_fit(self, room: int) -> int | None:
+        """Give the size of the smallest free range of at least ``room``."""
+        return min((size for _, size in self.free_ranges if size >= room), default=None)
+
+    def take(self, room: int) -> int:
+        """Take ``room`` from the smallest range that has it; gives the offset."""
+        index = min(
+            (i for i, (_, size) in enumerate(self.free_ranges) if size >= room),
+            key=lambda i: self.free_ranges[i][1],
+        )
+        offset, size = self.free_ranges[index]
+        rest = [(offset + room, size - room)] if size > room else []
+        self.free_ranges[index : index + 1] = rest
+        self._in_use += 1
+        return offset
+
+    def give_back(self, offset: int, room: int) -> None:
+        """Free a range and merge it with its neighbors."""
+        self._in_use -= 1
+        ranges = self.free_ranges
+        index = bisect.bisect(ranges, (offset, room))
+        if index < len(ranges) and ranges[index][0] == offset + room:
+            room += ranges.pop(index)[1]
+        if index and sum(ranges[index - 1]) == offset:
+            offset, before = ranges.pop(index - 1)
+            room += before
+            index -= 1
+        ranges.insert(index, (offset, room))
+
+    def retire(self, room: int) -> None:
+        """Never give a range out again."""
+        self._in_use -= 1
+        self._retired_bytes += room
+
+
+def _room(slot: Slot) -> int:
+    return _round_up(max(slot.nbytes, 1), SLOT_ALIGNMENT)
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

@@ -1,0 +1,344 @@
+"""Messages between two processes: frames with a fixed header over a sequenced-packet socket.
+
+A message arrives whole or not at all, from any number of sending threads, and carries descriptors.
+The socket has no name, so nobody else can connect to it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sidestream.errors import SidestreamError
+from sidestream.transport.memory import HostMemoryError, attach, share
+
+#: Larger bodies travel as a memfd with the message: a socket takes no message over its send buffer
+#: (212,992 bytes by default), and one large one would keep the small ones waiting.
+MAX_INLINE_BYTES: Final = 64 << 10
+MAX_OUTPUT_ID_BYTES: Final = 1 << 10
+
+_VERSION: Final = 1
+#: Version, kind, flags, bytes of the output id; rpc id, attempt; arena id, offset, nbytes, token,
+#: arena_nbytes; bytes of the body.
+_HEADER: Final = struct.Struct("<BBHIQQQQQQQQ")
+_MAX_MESSAGE_BYTES: Final = _HEADER.size + MAX_OUTPUT_ID_BYTES + MAX_INLINE_BYTES
+
+_ONE_SHOT, _SLOT_FD, _BODY_FD = 1, 2, 4
+_MAX_FDS: Final = 2
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+
+#: How long a sender waits when too many descriptors are on their way: nothing tells of arrivals.
+_DESCRIPTORS_RETRY_S: Final = 0.001
+
+
+class ChannelClosed(SidestreamError, ConnectionError):
+    """The other end is gone, or the connection can't be trusted any more."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message.
+
+    The slot fields are meant if ``token`` is not 0; they are those of ``arena.Slot`` and of
+    ``ArenaMap.lease``. Who sends a frame keeps ``slot_fd``, who receives one owns it.
+    """
+
+    kind: int
+    rpc_id: int = 0
+    attempt: int = 0
+    output_id: str = ""
+    arena_id: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    token: int = 0
+    arena_nbytes: int = 0
+    is_one_shot: bool = False
+    #: Any bytes; a received body of more than ``MAX_INLINE_BYTES`` is a writable mapping.
+    body: bytes | memoryview = b""
+    slot_fd: int | None = None
+    #: Why ``body`` is empty though one was sent: this process could not map it.
+    body_error: HostMemoryError | None = None
+
+
+class Channel:
+    """One end of a connection. Any threads may send; one at a time receives.
+
+    States: open, closed. The other end's death shows as :class:`ChannelClosed`, from
+    :meth:`receive` only after everything that was sent before.
+    """
+
+    def __init__(self, connection: socket.socket, *, is_blocking: bool = True) -> None:
+        """Take over a connected ``SOCK_SEQPACKET`` socket."""
+        connection.setblocking(True)
+        self._socket: Final = connection
+        self._is_blocking = is_blocking
+        # A large frame that the socket did not take yet, with its body's descriptor.
+        self._waiting: tuple[Frame, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For multiprocessing, which knows how to pass a socket to a process that it spawns.
+        return _attach_channel, (self._socket, self._is_blocking)
+
+    def fileno(self) -> int:
+        """Give the descriptor, to poll or to pass on; -1 when closed."""
+        return self._socket.fileno()
+
+    def set_blocking(self, is_blocking: bool) -> None:
+        """Choose whether :meth:`receive` waits; a property of this end and this process."""
+        self._is_blocking = is_blocking
+
+    def poll(self, timeout_s: float | None = None) -> bool:
+        """Wait until something can be received, or the other end is gone; False: neither."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def close(self) -> None:
+        """Close this end; what was sent can still be received. Idempotent."""
+        self._forget_waiting()
+        self._socket.close()
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; waits while the socket is full.
+
+        Raises:
+            ChannelClosed: The other end is gone.
+            HostMemoryError: There is no memory for a large body; nothing was sent.
+        """
+        body_fd = _body_fd(frame)
+        try:
+            self._send(_parts(frame, body_fd), _descriptors(frame, body_fd))
+        finally:
+            if body_fd is not None:
+                os.close(body_fd)
+
+    def try_send(self, frame: Frame) -> bool:
+        """Send a frame if the socket takes it now; False: try the same frame again later.
+
+        A large body is copied at the first attempt and kept while it is that frame's turn.
+
+        Raises:
+            ChannelClosed: The other end is gone; there may still be something to receive.
+            HostMemoryError: As :meth:`send`.
+        """
+        body_fd = self._take_waiting(frame)
+        if body_fd is None:
+            body_fd = _body_fd(frame)
+        is_sent = False
+        try:
+            is_sent = self._try_send(_parts(frame, body_fd), _descriptors(frame, body_fd))
+        except BaseException:
+            if body_fd is not None:
+                os.close(body_fd)
+            raise
+        if body_fd is not None:
+            if is_sent:
+                os.close(body_fd)
+            else:
+                self._waiting = frame, body_fd
+        return is_sent
+
+    def receive(self) -> Frame | None:
+        """Receive a frame; None: the channel doesn't block and nothing is there.
+
+        Raises:
+            ChannelClosed: The other end is gone and all it sent was received, or what came is no
+                frame; descriptors that came along are closed.
+        """
+        fds: list[int] = []
+        try:
+            data = self._receive(fds)
+            return None if data is None else _parse(data, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    # --- plain messages -------------------------------------------------------------------------
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a short message as it is; waits while the socket is full."""
+        self._send([data], [])
+
+    def try_send_bytes(self, data: bytes) -> bool:
+        """Send a short message if the socket takes it now."""
+        return self._try_send([data], [])
+
+    def receive_bytes(self) -> bytes | None:
+        """Receive what :meth:`send_bytes` sent; otherwise as :meth:`receive`."""
+        fds: list[int] = []
+        try:
+            return self._receive(fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    # --- the socket -----------------------------------------------------------------------------
+
+    def _send(self, parts: Sequence[bytes | memoryview], fds: Sequence[int]) -> None:
+        while not self._sendmsg(parts, fds, 0):
+            time.sleep(_DESCRIPTORS_RETRY_S)
+
+    def _try_send(self, parts: Sequence[bytes | memoryview], fds: Sequence[int]) -> bool:
+        return self._sendmsg(parts, fds, socket.MSG_DONTWAIT)
+
+    def _sendmsg(self, parts: Sequence[bytes | memoryview], fds: Sequence[int], flags: int) -> bool:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg(parts, ancillary, flags | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except ConnectionError as error:
+            raise ChannelClosed(f"The other end of a channel is gone ({error}).") from error
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False  # as many descriptors as this user may have open are on their way
+            if error.errno == errno.EBADF:
+                raise ChannelClosed("This end of the channel is closed.") from error
+            raise
+        return True
+
+    def _receive(self, fds: list[int]) -> bytes | None:
+        """Receive a message; its descriptors are appended to ``fds`` whatever happens."""
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if self._is_blocking else socket.MSG_DONTWAIT)
+        while True:
+            try:
+                data, ancillary, state, _ = self._socket.recvmsg(
+                    _MAX_MESSAGE_BYTES + 1, _ANCILLARY_BYTES, flags
+                )
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # The other end died with messages of ours unread. This is said once, and before
+                # what it had still sent to us.
+                continue
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    raise ChannelClosed("This end of the channel is closed.") from error
+                raise
+            break
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
+                fds.extend(received)
+        if state & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ChannelClosed(
+                "A message arrived cut short: this process has no free file descriptor "
+                "(ulimit -n), or the other end runs another version of sidestream."
+            )
+        if not data:
+            raise ChannelClosed("The other end of a channel is gone.")
+        return data
+
+    def _take_waiting(self, frame: Frame) -> int | None:
+        if self._waiting is None:
+            return None
+        if self._waiting[0] is not frame:
+            self._forget_waiting()
+            return None
+        body_fd = self._waiting[1]
+        self._waiting = None
+        return body_fd
+
+    def _forget_waiting(self) -> None:
+        if self._waiting is not None:
+            os.close(self._waiting[1])
+            self._waiting = None
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """Make two connected ends; both block."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), Channel(theirs)
+
+
+def _attach_channel(connection: socket.socket, is_blocking: bool) -> Channel:
+    return Channel(connection, is_blocking=is_blocking)
+
+
+# --- frames and bytes -------------------------------------------------------------------------
+
+
+def _body_fd(frame: Frame) -> int | None:
+    return share(frame.body) if len(frame.body) > MAX_INLINE_BYTES else None
+
+
+def _descriptors(frame: Frame, body_fd: int | None) -> list[int]:
+    return [fd for fd in (frame.slot_fd, body_fd) if fd is not None]
+
+
+def _parts(frame: Frame, body_fd: int | None) -> list[bytes | memoryview]:
+    output_id = frame.output_id.encode()
+    if len(output_id) > MAX_OUTPUT_ID_BYTES:
+        raise ValueError(
+            f"An output id of {len(output_id)} bytes is too long; allowed: {MAX_OUTPUT_ID_BYTES}."
+        )
+    flags = _ONE_SHOT if frame.is_one_shot else 0
+    flags |= _SLOT_FD if frame.slot_fd is not None else 0
+    flags |= _BODY_FD if body_fd is not None else 0
+    header = _HEADER.pack(
+        _VERSION,
+        frame.kind,
+        flags,
+        len(output_id),
+        frame.rpc_id,
+        frame.attempt,
+        frame.arena_id,
+        frame.offset,
+        frame.nbytes,
+        frame.token,
+        frame.arena_nbytes,
+        len(frame.body),
+    )
+    return [header, output_id] if body_fd is not None else [header, output_id, frame.body]
+
+
+def _parse(data: bytes, fds: list[int]) -> Frame:
+    """Make a frame of a message; takes the slot's descriptor out of ``fds``."""
+    if len(data) < _HEADER.size or data[0] != _VERSION:
+        raise ChannelClosed(
+            f"A message of {len(data)} bytes and version {data[0]} arrived where version "
+            f"{_VERSION} is spoken: the other end runs another version of sidestream."
+        )
+    _, kind, flags, id_nbytes, rpc_id, attempt, *slot, body_nbytes = _HEADER.unpack_from(data)
+    arena_id, offset, nbytes, token, arena_nbytes = slot
+    expected = bool(flags & _SLOT_FD) + bool(flags & _BODY_FD)
+    start = _HEADER.size + id_nbytes
+    if len(fds) != expected or (not flags & _BODY_FD and len(data) != start + body_nbytes):
+        raise ChannelClosed(
+            f"A message of {len(data)} bytes with {len(fds)} descriptors arrived where its header "
+            f"announces {start + body_nbytes} and {expected}."
+        )
+    body: bytes | memoryview = data[start:]
+    body_error = None
+    if flags & _BODY_FD:
+        try:
+            # Private: its receiver may change it, what it shares with the sender is sealed.
+            body = attach(fds[-1], body_nbytes, is_private=True).view()
+        except HostMemoryError as error:
+            body_error = error  # the header says whose it is, and who waits has to be told
+    return Frame(
+        kind=kind,
+        rpc_id=rpc_id,
+        attempt=attempt,
+        output_id=data[_HEADER.size : start].decode(),
+        arena_id=arena_id,
+        offset=offset,
+        nbytes=nbytes,
+        token=token,
+        arena_nbytes=arena_nbytes,
+        is_one_shot=bool(flags & _ONE_SHOT),
+        body=body,
+        slot_fd=fds.pop(0) if flags & _SLOT_FD else None,
+        body_error=body_error,
+    )
