@@ -81,6 +81,8 @@ class RunnerOutput:
     """What ``execute_model`` answers once a forward is queued: where its outputs will appear."""
 
     async_output_ids: tuple[str, ...]
+    #: Keeps the outputs' futures findable while the answer is held.
+    held: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def async_output_id(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sidestream.errors import ConfigError
 
-#: ``uint8``: channels last, ready to show. ``float``: 0 to 1, channels first. ``latent``: undecoded.
+#: ``uint8``: channels last, to be shown. ``float``: 0 to 1, channels first. ``latent``: undecoded.
 OutputType = Literal["uint8", "float", "latent"]
 
 _OUTPUT_TYPES = ("uint8", "float", "latent")

@@ -1,0 +1,289 @@
+"""The engine: requests in, finished outputs out, the device kept busy in between."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from sidestream.config import EngineConfig
+from sidestream.errors import EngineClosedError, InvalidRequestError, MissingDependencyError
+from sidestream.handle import RequestHandle
+from sidestream.request import DiffusionRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from sidestream.executor.base import Executor, Health
+    from sidestream.output import DiffusionOutput
+
+_MAX_SEED: Final = (1 << 63) - 1
+_ATEXIT_TIMEOUT_S: Final = 2.0
+
+PromptOrRequest = str | DiffusionRequest
+
+
+class DiffusionEngine:
+    """Runs diffusion requests on one device and brings their outputs to this process.
+
+    ::
+
+        with DiffusionEngine(EngineConfig(model="digits")) as engine:
+            for output in engine.generate(["a handwritten 7", "three"], seed=0):
+                output.images[0].save(f"{output.request_id}.png")
+
+    All methods may be called from any thread. States: running (once constructed), broken (its
+    worker died; new work is refused with the cause), closed.
+
+    Raises:
+        ConfigError: A setting is not possible, or the model can't be found.
+        MissingDependencyError: torch, or what the model needs, is not installed.
+        PlatformError: The platform that was asked for is not usable.
+        WorkerStartError: The worker did not come up; ``__cause__`` and the text say why.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        _require_torch()
+        # Here and not above: these modules import torch, which `import sidestream` must not.
+        from sidestream.loop import EngineLoop
+        from sidestream.models.registry import find_source
+        from sidestream.platforms.platform import load_platform
+
+        self.config = config
+        self._pid = os.getpid()
+        self._source = find_source(config.model, config.pipeline)
+        self.platform = load_platform(config.platform)
+        self.executor: Executor = self._make_executor()
+        self._loop = EngineLoop(config, self.executor)
+        self.executor.start()
+        self._loop.start()
+        _close_at_exit(self)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **config: Any) -> DiffusionEngine:
+        """Make an engine for a checkpoint: a folder, a hub id, or a built-in name."""
+        return cls(EngineConfig(model=model, **config))
+
+    def _make_executor(self) -> Executor:
+        from sidestream.executor.multiproc import MultiprocExecutor
+        from sidestream.executor.uniproc import UniprocExecutor
+        from sidestream.worker.worker import WorkerSettings
+
+        config = self.config
+        settings = WorkerSettings(
+            platform=self.platform.name,
+            plugin=self.platform.reference,
+            device_index=config.devices[0],
+            pipeline=self._source.reference,
+            model=self._source.model,
+            options=config.pipeline_options,
+            dtype=config.dtype,
+            async_output=config.async_output,
+            max_pending_outputs=config.max_pending_outputs,
+            slot_budget_bytes=config.host_buffer_bytes,
+        )
+        if config.executor == "uniproc":
+            return UniprocExecutor(settings, dispatch_depth=config.dispatch_depth)
+        return MultiprocExecutor(
+            settings,
+            dispatch_depth=config.dispatch_depth,
+            start_timeout_s=config.start_timeout_s,
+        )
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def submit(self, request: DiffusionRequest) -> RequestHandle:
+        """Queue one request and return at once.
+
+        The request is packed here: what it holds may be changed afterwards. Without a seed it gets
+        one here.
+
+        Raises:
+            InvalidRequestError: The request can't be sent to a worker; names what is wrong.
+            QueueFullError: ``max_queued_requests`` are waiting.
+            EngineClosedError, WorkerDiedError: The engine takes no more work.
+        """
+        self._check_process()
+        self._loop.check_open()
+        if not isinstance(request, DiffusionRequest):
+            raise InvalidRequestError(
+                f"submit() takes a DiffusionRequest, not {type(request).__name__}; "
+                "generate() takes prompts too."
+            )
+        params = request.sampling_params.with_defaults(self._source.defaults)
+        if params.seed is None:
+            params = replace(params, seed=random.randint(0, _MAX_SEED))
+        flight = self.executor.make_flight(
+            replace(request, sampling_params=params), want=self._loop.want
+        )
+        self._loop.add(flight)
+        return RequestHandle(flight, self)
+
+    def generate(
+        self,
+        prompts: PromptOrRequest | Sequence[PromptOrRequest],
+        *,
+        seed: int | None = None,
+        **params: Any,
+    ) -> list[DiffusionOutput]:
+        """Run prompts or requests and give their outputs in input order.
+
+        ``params`` are fields of :class:`SamplingParams`, for the prompts among the inputs; prompt i
+        gets ``seed + i``. Waits for room where ``submit`` would raise.
+
+        Raises:
+            RequestError: The first request, in input order, that failed.
+        """
+        return list(
+            self.imap(_requests(prompts, seed, params), window=self.config.max_queued_requests)
+        )
+
+    async def agenerate(
+        self,
+        prompts: PromptOrRequest | Sequence[PromptOrRequest],
+        *,
+        seed: int | None = None,
+        **params: Any,
+    ) -> list[DiffusionOutput]:
+        """Run prompts or requests without blocking the event loop; as :meth:`generate`."""
+        handles = []
+        for request in _requests(prompts, seed, params):
+            await asyncio.to_thread(self._loop.wait_for_room)
+            handles.append(self.submit(request))
+        return [await handle for handle in handles]
+
+    def imap(
+        self, requests: Iterable[PromptOrRequest], *, window: int = 16
+    ) -> Iterator[DiffusionOutput]:
+        """Yield outputs in input order and keep none of them, for long runs.
+
+        At most ``window`` requests are under way at a time; the next ones are taken from the
+        iterable when outputs are.
+
+        Raises:
+            RequestError: The request whose turn it is failed; the iteration ends.
+        """
+        handles: deque[RequestHandle] = deque()
+        for request in requests:
+            if isinstance(request, str):
+                request = DiffusionRequest(request)
+            while len(handles) >= window:
+                yield handles.popleft().result()
+            self._loop.wait_for_room()
+            handles.append(self.submit(request))
+        while handles:
+            yield handles.popleft().result()
+
+    def step(self, request: DiffusionRequest) -> list[DiffusionOutput]:
+        """Run one request to its end and give its output, as a list of one."""
+        return [self.add_req_and_wait_for_response(request)]
+
+    def add_req_and_wait_for_response(self, request: DiffusionRequest) -> DiffusionOutput:
+        """Submit a request and wait for its output."""
+        return self.submit(request).result()
+
+    # --- state --------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Say whether the engine takes work, and if not, why; costs no message."""
+        return self.executor.check_health()
+
+    def stats(self) -> dict[str, Any]:
+        """Count requests, outputs and bytes since the start."""
+        return {**self._loop.counts(), **self.executor.table.counts()}
+
+    def describe(self) -> str:
+        """Say what waits where, one line for each request that is not done."""
+        lines = [
+            f"engine on {self.platform.name} ({self.config.executor}), health: "
+            f"{'ok' if self.health().ok else self.health().reason}"
+        ]
+        lines += [
+            f"  {flight.request_id!r} ({flight.output_id}): {flight.state}"
+            for flight in self._loop.flights()
+        ]
+        return "\n".join(lines)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is queued or in flight; False if time ran out."""
+        return self._loop.drain(timeout_s)
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Refuse what is new, fail what is queued, let what runs finish, end the worker.
+
+        A forward that takes longer than ``timeout_s`` is ended by force. Idempotent; outputs that
+        were taken stay valid.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child owns none of this
+        self._loop.stop()
+        self.executor.shutdown(timeout_s)
+
+    def __enter__(self) -> DiffusionEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The loop's thread holds everything but this object; without this, an engine that was
+        # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
+        loop = getattr(self, "_loop", None)
+        if loop is not None and self._pid == os.getpid():
+            loop.abandon()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise EngineClosedError(
+                "This engine belongs to the process that made it; a forked child needs its own."
+            )
+
+
+def _requests(
+    prompts: PromptOrRequest | Sequence[PromptOrRequest], seed: int | None, params: dict[str, Any]
+) -> list[DiffusionRequest]:
+    if isinstance(prompts, str | DiffusionRequest):
+        prompts = [prompts]
+    sampling = SamplingParams(**params)
+    return [
+        prompt
+        if isinstance(prompt, DiffusionRequest)
+        else DiffusionRequest(
+            prompt, sampling if seed is None else replace(sampling, seed=seed + index)
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _require_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingDependencyError(
+            "torch", "The engine", "pip install 'sidestream[cpu]', or your vendor's build of torch"
+        )
+
+
+def _close_at_exit(engine: DiffusionEngine) -> None:
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        engine = reference()
+        if engine is not None:
+            engine.close(_ATEXIT_TIMEOUT_S)
+
+    atexit.register(close)
+    weakref.finalize(engine, atexit.unregister, close)

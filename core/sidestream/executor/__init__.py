@@ -1,0 +1,1 @@
+"""Owns the workers: sends them work, resolves who waits for it, notices when one dies."""

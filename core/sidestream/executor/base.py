@@ -1,0 +1,291 @@
+"""What every executor does: dispatch forwards, call methods, answer for outputs and health."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from sidestream.errors import InvalidRequestError, RequestError
+from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.futures import EngineFuture, OutputFuture
+from sidestream.executor.inflight import Flight, InflightTable
+from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, RunnerOutput
+from sidestream.request import DiffusionRequest
+from sidestream.transport.envelope import Delivery
+from sidestream.transport.packing import PackingError, pack_bytes
+
+#: Methods that answer in two steps, COMPUTE_DONE and OUTPUT_READY.
+FORWARDS: Final = ("execute_model", "execute_model_batch")
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether an engine can take work, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
+class Executor(ABC):
+    """Sends commands to workers and resolves whoever waits for their answers.
+
+    States: new, running, broken (its worker died; ``reason`` says how), closed.
+    """
+
+    def __init__(self, dispatch_depth: int) -> None:
+        self.callbacks = CallbackThread()
+        self.table = InflightTable()
+        self._dispatch_depth = dispatch_depth
+        # Guards _executing and the state: the loop dispatches, the pump hears the answers.
+        self._lock = threading.Lock()
+        self._executing: set[int] = set()
+        self._broken: BaseException | None = None
+        self._closed: BaseException | None = None
+        #: Called, on any thread, when there may be room for another forward.
+        self.on_capacity: Callable[[], None] = lambda: None
+        #: Called on the pump when an output is ready, before its future resolves.
+        self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
+        #: Called once when the executor breaks, after its flights failed.
+        self.on_broken: Callable[[BaseException], None] = lambda _error: None
+
+    # --- life ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self) -> None:
+        """Bring the workers up; returns when they are ready.
+
+        Raises:
+            WorkerStartError: A worker did not come up; nothing is left of it.
+        """
+
+    @abstractmethod
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """Let running forwards finish within ``timeout_s``, then end the workers. Idempotent."""
+
+    @abstractmethod
+    def _send(self, command: Command) -> None:
+        """Queue a command for the worker; never blocks."""
+
+    def check_health(self) -> Health:
+        """Say whether work would be done; no message is sent for it."""
+        if self._broken is not None:
+            return Health(False, str(self._broken))
+        if self._closed is not None:
+            return Health(False, str(self._closed))
+        return Health(True)
+
+    @property
+    def broken(self) -> BaseException | None:
+        """Give what broke the executor."""
+        return self._broken
+
+    # --- path 1: forwards ---------------------------------------------------------------------
+
+    def has_capacity(self) -> bool:
+        """Tell whether a forward sent now would be within ``dispatch_depth``."""
+        with self._lock:
+            return len(self._executing) < self._dispatch_depth
+
+    def dispatch(self, flights: Sequence[Flight]) -> int:
+        """Send one forward over ``flights``, which are registered before; gives its ``rpc_id``."""
+        for flight in flights:
+            self.table.add_flight(flight)
+        rpc_id = self.table.add_forward(flights)
+        now = time.monotonic()
+        for flight in flights:
+            flight.dispatched_at = now
+        with self._lock:
+            error = self._broken or self._closed
+            self._executing.add(rpc_id)
+        if error is not None:
+            # It stopped since the caller looked, and may have emptied the table before.
+            self._end_forward(rpc_id, error)
+            return rpc_id
+        self._send(
+            Execute(
+                rpc_id=rpc_id,
+                attempt=flights[0].attempt,
+                output_ids=tuple(flight.output_id for flight in flights),
+                requests=tuple(flight.packed for flight in flights),
+            )
+        )
+        return rpc_id
+
+    def execute_model(
+        self, request: DiffusionRequest, timeout_s: float | None = None
+    ) -> RunnerOutput:
+        """Run one forward; returns when it is queued on the device.
+
+        Bypasses the engine's queue. The output comes by :meth:`wait_output_ready`.
+
+        Raises:
+            RequestError: The request can't be sent, or its forward failed.
+            WorkerDiedError: The worker died.
+        """
+        self._check_usable()
+        flight = self.make_flight(request)
+        self.dispatch([flight])
+        flight.compute_done.result(timeout_s)
+        return RunnerOutput((flight.output_id,), held=(flight.output,))
+
+    def make_flight(
+        self, request: DiffusionRequest, want: Callable[[str], None] | None = None
+    ) -> Flight:
+        """Pack a request, in its caller's thread; ``want`` hears its id when somebody waits.
+
+        Raises:
+            InvalidRequestError: It holds something that can't travel; names it.
+        """
+        output_id = self.table.new_output_id()
+        request_id = request.request_id if request.request_id is not None else output_id
+        try:
+            packed = pack_bytes(request, root="request")
+        except PackingError as error:
+            raise InvalidRequestError(
+                f"Request {request_id!r} can't be sent to a worker: {error}",
+                request_id=request_id,
+            ) from error
+        return Flight(
+            output_id=output_id,
+            request_id=request_id,
+            packed=packed,
+            callbacks=self.callbacks,
+            on_wait=None if want is None else partial(want, output_id),
+        )
+
+    def wait_output_ready(self, async_output_id: str) -> OutputFuture:
+        """Give the future of an output: the same one while anybody holds it.
+
+        An id that was never issued, or whose output was delivered and forgotten, gives a future
+        that has failed already.
+        """
+        future = self.table.output_future(async_output_id)
+        if future is not None:
+            return future
+        flight = Flight(
+            output_id=async_output_id,
+            request_id=async_output_id,
+            packed=b"",
+            callbacks=self.callbacks,
+        )
+        flight.fail(
+            RequestError(
+                f"No output {async_output_id!r} is expected: the id was never issued, or its "
+                "output was delivered or dropped and nobody holds it.",
+                request_id=async_output_id,
+            )
+        )
+        return flight.output
+
+    # --- path 2: calls ------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker, else of its pipeline, on every rank; one result each.
+
+        Runs on the worker's main thread, in the order of commands. ``execute_model`` goes the way
+        of forwards and answers with a :class:`RunnerOutput`.
+
+        Raises:
+            TimeoutError: No answer within ``timeout_s``; the call may still run.
+            WorkerDiedError: The worker died.
+            Whatever the method raised, with its remote traceback as cause.
+        """
+        if method in FORWARDS:
+            return [self.execute_model(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
+        self._check_usable()
+        arguments = pack_bytes((tuple(args), dict(kwargs or {})), root="arguments")
+        future: EngineFuture[Delivery] = EngineFuture(self.callbacks)
+        rpc_id = self.table.add_call(future)
+        self._send(Call(rpc_id=rpc_id, method=method, arguments=arguments))
+        error = self._broken or self._closed
+        if error is not None and (late := self.table.take_call(rpc_id)) is not None:
+            late.set_exception(error)
+        message, _ = future.result(timeout_s).open()
+        if message.error is not None:
+            raise message.error
+        return [message.result]
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closed is not None:
+            raise self._closed
+
+    # --- answers, on the pump -----------------------------------------------------------------
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        match delivery.kind:
+            case AsyncOutputKind.COMPUTE_DONE:
+                for flight in self._take_forward(delivery.rpc_id):
+                    flight.compute_done.reach()
+            case AsyncOutputKind.OUTPUT_READY:
+                self._on_output(delivery)
+            case AsyncOutputKind.RPC_RESULT:
+                self._on_result(delivery)
+            case AsyncOutputKind.PROGRESS:
+                self._on_progress(delivery)
+
+    def _on_output(self, delivery: Delivery) -> None:
+        flight = self.table.take_flight(delivery.async_output_id, delivery.attempt)
+        if flight is None:
+            delivery.discard()
+            return
+        self.on_ready(flight, delivery)
+        flight.deliver(delivery)
+
+    def _on_result(self, delivery: Delivery) -> None:
+        call = self.table.take_call(delivery.rpc_id)
+        if call is not None:
+            call.set_result(delivery)
+            return
+        for flight in self._take_forward(delivery.rpc_id):
+            if self.table.take_flight(flight.output_id, delivery.attempt) is not None:
+                self.on_ready(flight, delivery)
+                flight.deliver(delivery)
+
+    @abstractmethod
+    def _on_progress(self, delivery: Delivery) -> None:
+        """Hear a worker's sign of life."""
+
+    def _take_forward(self, rpc_id: int) -> tuple[Flight, ...]:
+        flights = self.table.take_forward(rpc_id)
+        with self._lock:
+            self._executing.discard(rpc_id)
+        self.on_capacity()
+        return flights or ()
+
+    def _end_forward(self, rpc_id: int, error: BaseException) -> None:
+        for flight in self._take_forward(rpc_id):
+            if self.table.drop_flight(flight):
+                flight.fail(error)
+
+    def _break(self, error: BaseException) -> None:
+        """Refuse what is new, then fail everything that is open, then say so."""
+        with self._lock:
+            if self._broken is not None or self._closed is not None:
+                return
+            self._broken = error
+        self._fail_all(error)
+        self.on_broken(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            self._executing.clear()
+        flights, calls = self.table.take_all()
+        for flight in flights:
+            flight.fail(error)
+        for call in calls:
+            if not call.done():
+                call.set_exception(error)

@@ -1,0 +1,234 @@
+"""Requests in flight and the futures of whoever waits for them.
+
+One table, filled before a command is sent, so that no message can name an id that was never issued.
+A future is resolved once: by the pump, by a worker's death, or by close.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sidestream.errors import OutputTransferError, RequestError
+from sidestream.executor.futures import Answer, OutputFuture, StageFuture
+from sidestream.output import DiffusionOutput
+
+if TYPE_CHECKING:
+    from sidestream.executor.callbacks import CallbackThread
+    from sidestream.transport.envelope import Delivery
+
+
+class Flight:
+    """One request between submit and output, and its futures.
+
+    States: queued, dispatched, computed (its forward is queued on a device), done.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_id: str,
+        request_id: str,
+        packed: bytes,
+        callbacks: CallbackThread,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        self.output_id = output_id
+        self.request_id = request_id
+        #: The request, packed in its caller's thread; kept until its output is out.
+        self.packed = packed
+        #: Which run of the request is current.
+        self.attempt = 0
+        self.submitted_at = time.monotonic()
+        self.dispatched_at: float | None = None
+        self.compute_done = StageFuture(callbacks, on_wait)
+        self.output_ready = StageFuture(callbacks, on_wait)
+        self.output = OutputFuture(callbacks, on_wait)
+
+    @property
+    def state(self) -> str:
+        """Name where the request is."""
+        if self.output.done():
+            return "done"
+        if self.compute_done.done():
+            return "computed"
+        return "queued" if self.dispatched_at is None else "dispatched"
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Resolve everything with the envelope of the output, or of what failed; pump thread."""
+        self.packed = b""
+        answer = Answer(
+            delivery,
+            partial(
+                decode_output,
+                request_id=self.request_id,
+                submitted_at=self.submitted_at,
+                dispatched_at=self.dispatched_at,
+            ),
+        )
+        self.output.deliver(answer)
+        for stage in (self.compute_done, self.output_ready):
+            if delivery.failed:
+                stage.miss(answer)
+            else:
+                stage.reach()
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve what is open with ``error``."""
+        self.packed = b""
+        for future in (self.compute_done, self.output, self.output_ready):
+            if not future.done():
+                future.set_exception(error)
+
+
+def decode_output(
+    delivery: Delivery,
+    *,
+    request_id: str,
+    submitted_at: float | None = None,
+    dispatched_at: float | None = None,
+) -> DiffusionOutput:
+    """Open the envelope of an output, in the thread that wants it.
+
+    Raises:
+        RequestError: What the worker reported, or that the output can't be rebuilt here.
+    """
+    try:
+        message, post_process = delivery.open()
+    except Exception as error:
+        # A user's class may be missing here, or its __setstate__ may raise anything.
+        raise OutputTransferError(
+            f"The output of request {request_id!r} can't be rebuilt in this process: "
+            f"{type(error).__name__}: {error}",
+            request_id=request_id,
+        ) from error
+    if message.error is not None:
+        if isinstance(message.error, RequestError):
+            message.error.request_id = request_id
+        raise message.error
+    return DiffusionOutput(
+        request_id=request_id,
+        output=message.output,
+        async_output_id=message.async_output_id,
+        timings=replace(
+            message.timings,
+            submitted_at=submitted_at,
+            dispatched_at=dispatched_at,
+            ready_at=delivery.received_at,
+        ),
+        post_process=post_process,
+    )
+
+
+class InflightTable:
+    """Who waits for what: forwards and calls by ``rpc_id``, outputs by ``async_output_id``."""
+
+    def __init__(self) -> None:
+        # Guards the tables and the counter. Futures are resolved outside it: their waiters wake up
+        # and may ask for the lock at once.
+        self._lock = threading.Lock()
+        self._last_rpc_id = 0
+        self._last_output = 0
+        self._rpc_futures: dict[int, Future[Any]] = {}
+        self._forwards: dict[int, tuple[Flight, ...]] = {}
+        self._output_futures: dict[str, Flight] = {}
+        #: Resolved outputs, as long as somebody holds them.
+        self._delivered: weakref.WeakValueDictionary[str, OutputFuture] = (
+            weakref.WeakValueDictionary()
+        )
+        #: Messages for an id or attempt that is gone.
+        self.stale_messages = 0
+
+    # --- registering, before anything is sent -------------------------------------------------
+
+    def new_output_id(self) -> str:
+        """Make an id that no other output of this engine has."""
+        with self._lock:
+            self._last_output += 1
+            return f"out-{self._last_output}"
+
+    def add_flight(self, flight: Flight) -> None:
+        """Register an output by its id."""
+        with self._lock:
+            self._output_futures[flight.output_id] = flight
+
+    def add_forward(self, flights: Iterable[Flight]) -> int:
+        """Register one forward over ``flights``; gives its ``rpc_id``."""
+        with self._lock:
+            self._last_rpc_id += 1
+            self._forwards[self._last_rpc_id] = tuple(flights)
+            return self._last_rpc_id
+
+    def add_call(self, future: Future[Any]) -> int:
+        """Register a call; gives its ``rpc_id``."""
+        with self._lock:
+            self._last_rpc_id += 1
+            self._rpc_futures[self._last_rpc_id] = future
+            return self._last_rpc_id
+
+    # --- resolving ----------------------------------------------------------------------------
+
+    def take_forward(self, rpc_id: int) -> tuple[Flight, ...] | None:
+        """Take a forward out: it is computed, or failed."""
+        with self._lock:
+            return self._forwards.pop(rpc_id, None)
+
+    def take_call(self, rpc_id: int) -> Future[Any] | None:
+        """Take a call out: its answer is here."""
+        with self._lock:
+            return self._rpc_futures.pop(rpc_id, None)
+
+    def take_flight(self, output_id: str, attempt: int) -> Flight | None:
+        """Take an output out, unless the id is gone or the attempt is an earlier one."""
+        with self._lock:
+            flight = self._output_futures.get(output_id)
+            if flight is None or flight.attempt != attempt:
+                self.stale_messages += 1
+                return None
+            del self._output_futures[output_id]
+            self._delivered[output_id] = flight.output
+            return flight
+
+    def drop_flight(self, flight: Flight) -> bool:
+        """Forget an output; False if it was out already."""
+        with self._lock:
+            return self._output_futures.pop(flight.output_id, None) is not None
+
+    def take_all(self) -> tuple[list[Flight], list[Future[Any]]]:
+        """Empty the tables: gives all open outputs and calls."""
+        with self._lock:
+            flights = list(self._output_futures.values())
+            calls = list(self._rpc_futures.values())
+            self._output_futures.clear()
+            self._rpc_futures.clear()
+            self._forwards.clear()
+            return flights, calls
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def output_future(self, output_id: str) -> OutputFuture | None:
+        """Find the future of an output that is open, or resolved and still held."""
+        with self._lock:
+            flight = self._output_futures.get(output_id)
+            return flight.output if flight is not None else self._delivered.get(output_id)
+
+    def flights(self) -> list[Flight]:
+        """List the open outputs."""
+        with self._lock:
+            return list(self._output_futures.values())
+
+    def counts(self) -> dict[str, int]:
+        """Count what is open."""
+        with self._lock:
+            return {
+                "outputs": len(self._output_futures),
+                "forwards": len(self._forwards),
+                "calls": len(self._rpc_futures),
+                "stale_messages": self.stale_messages,
+            }

@@ -1,0 +1,180 @@
+"""The executor with a worker process: survives whatever happens to its worker."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from typing import Final
+
+from sidestream.errors import (
+    EngineClosedError,
+    RequestError,
+    WorkerDiedError,
+    WorkerStartError,
+)
+from sidestream.executor.base import Executor
+from sidestream.executor.futures import EngineFuture
+from sidestream.executor.process import WorkerProcess
+from sidestream.executor.pump import ResultChannel, ResultPumpThread
+from sidestream.protocol import Command, Shutdown
+from sidestream.transport.channel import Frame
+from sidestream.transport.envelope import Delivery, encode_command
+from sidestream.worker.worker import WorkerSettings
+
+#: How often a waiting start looks whether the worker still makes progress.
+_START_POLL_S: Final = 0.2
+
+
+class MultiprocExecutor(Executor):
+    """Runs its worker in a process of its own, watched through a process descriptor."""
+
+    def __init__(
+        self, settings: WorkerSettings, *, dispatch_depth: int, start_timeout_s: float
+    ) -> None:
+        super().__init__(dispatch_depth)
+        self._settings = settings
+        self._start_timeout_s = start_timeout_s
+        self._stage = "spawn"
+        self._last_progress = 0.0
+        self._last_words = ""
+        self._process: WorkerProcess | None = None
+        self._exited = threading.Event()
+        self._pump = ResultPumpThread((), self._on_message, on_unsent=self._on_unsent)
+
+    @property
+    def process(self) -> WorkerProcess:
+        """Give the worker's process.
+
+        Raises:
+            EngineClosedError: There is none: not started, or shut down.
+        """
+        if self._process is None:
+            raise EngineClosedError("The executor has no worker: not started, or shut down.")
+        return self._process
+
+    def start(self) -> None:
+        """Spawn the worker and wait until it is ready."""
+        self._last_progress = time.monotonic()
+        try:
+            process = self._process = WorkerProcess(self._settings)
+        except BaseException:
+            self._pump.stop()
+            raise
+        started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
+        rpc_id = self.table.add_call(started)
+        self._pump.start()
+        self._pump.add(process.channel)
+        self._pump.watch(process.pidfd, self._on_exit)
+        self._pump.send(process.channel, process.start_frame(rpc_id))
+        try:
+            self._await_start(process, started)
+        except BaseException:
+            # Also KeyboardInterrupt: nothing may be left of a start that was given up.
+            process.control.shutdown = True
+            self._end(timeout_s=0.0)
+            raise
+        process.echo_stderr()
+
+    def _await_start(
+        self, process: WorkerProcess, started: concurrent.futures.Future[Delivery]
+    ) -> None:
+        while True:
+            try:
+                message, _ = started.result(_START_POLL_S).open()
+            except concurrent.futures.TimeoutError:
+                silent_s = time.monotonic() - self._last_progress
+                if silent_s > self._start_timeout_s:
+                    raise self._start_error(
+                        f"gave no sign of progress for {silent_s:.0f} s "
+                        f"(start_timeout_s={self._start_timeout_s:g})"
+                    ) from None
+                continue
+            except WorkerDiedError as died:
+                raise self._start_error(str(died)) from died
+            if message.error is not None:
+                # The worker ends by itself after such a message; its text is complete then.
+                process.is_gone(2.0)
+                said = f"{type(message.error).__name__}: {message.error}"
+                raise self._start_error(said) from message.error
+            return
+
+    def _start_error(self, what: str) -> WorkerStartError:
+        process = self.process
+        text = process.stderr_tail()
+        printed = f"\nThe worker printed:\n{text}" if text else ""
+        return WorkerStartError(
+            f"Worker {process.rank} (pid {process.pid}) did not start; at stage "
+            f"{self._stage!r}: {what}{printed}",
+            rank=process.rank,
+            pid=process.pid,
+            stage=self._stage,
+            stderr=text,
+        )
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """Let the running forward finish, end the worker by force if it takes longer."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = EngineClosedError("The engine is closed.")
+        if self._process is not None:
+            self._process.control.shutdown = True
+            self._send(Shutdown())
+            self._end(timeout_s)
+        else:
+            self._pump.stop()
+            self.callbacks.close()
+
+    def _end(self, timeout_s: float) -> None:
+        process = self.process
+        # The pump goes on meanwhile: it takes in what the worker still has to say.
+        process.end(timeout_s)
+        self._exited.wait(5.0)
+        self._pump.stop(5.0)
+        self._fail_all(EngineClosedError("The engine was closed before this could finish."))
+        process.close()
+        self.callbacks.close()
+
+    def _send(self, command: Command) -> None:
+        self._pump.send(self.process.channel, encode_command(command))
+
+    # --- the pump -----------------------------------------------------------------------------
+
+    def _on_message(self, _channel: ResultChannel, delivery: Delivery) -> None:
+        self._last_progress = time.monotonic()
+        self._on_delivery(delivery)
+
+    def _on_progress(self, delivery: Delivery) -> None:
+        stage = str(delivery.open()[0].result)
+        if stage.startswith("lost: "):
+            self._last_words = stage.removeprefix("lost: ")
+        else:
+            self._stage = stage
+
+    def _on_unsent(self, _channel: ResultChannel, frame: Frame, error: Exception) -> None:
+        reason = RequestError(f"There is no memory to send this to its worker: {error}")
+        reason.__cause__ = error
+        call = self.table.take_call(frame.rpc_id)
+        if call is not None:
+            call.set_exception(reason)
+        else:
+            self._end_forward(frame.rpc_id, reason)
+
+    # The end of a socket is no proof of a worker's death (a process that it forked may hold it, and
+    # it may be gone before): the process descriptor is.
+    def _on_exit(self) -> None:
+        process = self.process
+        # What the worker sent before it died counts; then death is declared.
+        self._pump.remove(process.channel)
+        exit_code = process.reap()
+        self._break(
+            WorkerDiedError(
+                rank=process.rank,
+                pid=process.pid,
+                exit_code=exit_code,
+                request_ids=[flight.request_id for flight in self.table.flights()],
+                hint=self._last_words,
+            )
+        )
+        self._exited.set()

@@ -1,0 +1,276 @@
+"""The thread that moves messages between this process and its workers.
+
+It is the sole reader of the result channels and the only one that writes to workers: one selector
+over sockets, process descriptors and an eventfd. It never blocks, decodes no trees, and runs no
+user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from sidestream.errors import InternalError
+from sidestream.transport.channel import Channel, ChannelClosed, Frame, channel_pair
+from sidestream.transport.envelope import ARENA_DROPPED, Delivery, FrameDelivery
+from sidestream.transport.lease import ArenaMap
+
+logger = logging.getLogger(__name__)
+
+_READ: Final = selectors.EVENT_READ
+_WRITE: Final = selectors.EVENT_WRITE
+
+
+class WorkerEnds:
+    """A worker's ends of its two channels; picklable by ``multiprocessing`` while it spawns."""
+
+    def __init__(self, messages: Channel, releases: Channel) -> None:
+        self.messages = messages
+        self.releases = releases
+
+    def close(self) -> None:
+        """Close them in this process, once the worker has them."""
+        self.messages.close()
+        self.releases.close()
+
+
+class ResultChannel:
+    """This process's ends: envelopes in, commands and lease releases out, and its mapped arenas."""
+
+    def __init__(self, messages: Channel, releases: Channel) -> None:
+        self.messages = messages
+        self.releases = releases
+        self.released_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.arenas = ArenaMap(self.released_fd)
+        self.outbox: deque[Frame] = deque()
+        self.release_outbox: deque[bytes] = deque()
+        self.is_open = True
+
+    @classmethod
+    def pair(cls) -> tuple[ResultChannel, WorkerEnds]:
+        """Make both sides of one worker's connection."""
+        messages, worker_messages = channel_pair()
+        releases, worker_releases = channel_pair()
+        messages.set_blocking(False)
+        releases.set_blocking(False)
+        worker_releases.set_blocking(False)
+        return cls(messages, releases), WorkerEnds(worker_messages, worker_releases)
+
+    def close(self) -> None:
+        """Close the sockets; outputs that were delivered stay valid."""
+        if self.is_open:
+            self.is_open = False
+            self.messages.close()
+            self.releases.close()
+            self.arenas.close()
+            os.close(self.released_fd)
+
+
+class ResultPumpThread:
+    """Reads envelopes from workers and writes commands and releases to them; a daemon thread.
+
+    ``on_message(channel, delivery)``, ``on_closed(channel)`` and
+    ``on_unsent(channel, frame, error)`` (no memory for a large body) run on this thread and must
+    neither block nor raise. States: new, running, stopped.
+    """
+
+    def __init__(
+        self,
+        channels: Iterable[ResultChannel],
+        on_message: Callable[[ResultChannel, Delivery], None],
+        *,
+        on_closed: Callable[[ResultChannel], None] | None = None,
+        on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
+    ) -> None:
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._on_unsent = on_unsent
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, _READ, self._on_wake)
+        # deque appends are atomic: any thread posts, the pump takes.
+        self._posted: deque[Callable[[], None]] = deque()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="sidestream-pump", daemon=True)
+        for channel in channels:
+            self._add(channel)
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def start(self) -> ResultPumpThread:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def is_current(self) -> bool:
+        """Tell whether the caller is the pump."""
+        return threading.current_thread() is self._thread
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs."""
+        return self._thread.is_alive()
+
+    def send(self, channel: ResultChannel, frame: Frame) -> None:
+        """Queue a frame for a worker; never blocks. A closed channel drops it."""
+        self._post(lambda: self._enqueue(channel, frame))
+
+    def add(self, channel: ResultChannel) -> None:
+        """Read another worker's channel from now on."""
+        self._post(lambda: self._add(channel))
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the pump, once, when ``fd`` becomes readable."""
+        self._post(lambda: self._watch(fd, callback))
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after what was posted; False if it still runs then. Idempotent."""
+        if self._thread.ident is None:
+            self._close()
+            return True
+        if self._thread.is_alive():
+            self._is_stopping = True
+            self._wake()
+            if not self.is_current():
+                self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- the pump -----------------------------------------------------------------------------
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._posted.append(action)
+        self._wake()
+
+    def _wake(self) -> None:
+        # EBADF: the pump has stopped and closed it; BlockingIOError: it is awake already.
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            while not (self._is_stopping and not self._posted):
+                for key, mask in self._selector.select():
+                    key.data(mask)
+        except BaseException:
+            logger.critical("The result pump ended by an error.", exc_info=True)
+            raise
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._selector.close()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_fd)
+
+    def _on_wake(self, _mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while self._posted:
+            self._posted.popleft()()
+
+    def _add(self, channel: ResultChannel) -> None:
+        self._selector.register(
+            channel.messages.fileno(), _READ, lambda mask: self._on_ready(channel, mask)
+        )
+        self._selector.register(
+            channel.released_fd, _READ, lambda _mask: self._on_released(channel)
+        )
+
+    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+        def ready(_mask: int) -> None:
+            self._selector.unregister(fd)
+            callback()
+
+        self._selector.register(fd, _READ, ready)
+
+    def remove(self, channel: ResultChannel) -> None:
+        """Read what is left of a channel, then let go of it; only on the pump itself."""
+        if not self.is_current() and self._thread.is_alive():
+            raise InternalError("A channel was removed outside the pump.")
+        self._read(channel)
+        if channel.is_open:
+            self._forget(channel)
+
+    # --- one channel --------------------------------------------------------------------------
+
+    def _on_ready(self, channel: ResultChannel, mask: int) -> None:
+        if mask & _WRITE:
+            self._flush(channel)
+        if mask & _READ:
+            self._read(channel)
+
+    def _read(self, channel: ResultChannel) -> None:
+        while channel.is_open:
+            try:
+                frame = channel.messages.receive()
+            except ChannelClosed:
+                self._forget(channel)
+                if self._on_closed is not None:
+                    self._on_closed(channel)
+                return
+            if frame is None:
+                return
+            if frame.kind == ARENA_DROPPED:
+                channel.arenas.drop(frame.arena_id)
+            else:
+                self._on_message(channel, FrameDelivery(frame, channel.arenas))
+
+    def _enqueue(self, channel: ResultChannel, frame: Frame) -> None:
+        if channel.is_open:
+            channel.outbox.append(frame)
+            self._flush(channel)
+
+    def _flush(self, channel: ResultChannel) -> None:
+        try:
+            while channel.outbox:
+                try:
+                    if not channel.messages.try_send(channel.outbox[0]):
+                        break
+                except (MemoryError, OSError) as error:
+                    if isinstance(error, ChannelClosed):
+                        raise
+                    if self._on_unsent is not None:
+                        self._on_unsent(channel, channel.outbox[0], error)
+                channel.outbox.popleft()
+        except ChannelClosed:
+            # The reading side tells of it, after what the worker had still sent.
+            channel.outbox.clear()
+        wanted = _READ | (_WRITE if channel.outbox else 0)
+        key = self._selector.get_key(channel.messages.fileno())
+        if key.events != wanted:
+            self._selector.modify(channel.messages.fileno(), wanted, key.data)
+
+    def _on_released(self, channel: ResultChannel) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(channel.released_fd)
+        channel.release_outbox.extend(channel.arenas.take_releases())
+        self._flush_releases(channel)
+
+    def _flush_releases(self, channel: ResultChannel) -> None:
+        try:
+            while channel.release_outbox and channel.releases.try_send_bytes(
+                channel.release_outbox[0]
+            ):
+                channel.release_outbox.popleft()
+        except ChannelClosed:
+            channel.release_outbox.clear()
+        self._wait_to_release(channel, bool(channel.release_outbox))
+
+    def _wait_to_release(self, channel: ResultChannel, is_full: bool) -> None:
+        fd = channel.releases.fileno()
+        is_waiting = fd in self._selector.get_map()
+        if is_full and not is_waiting:
+            self._selector.register(fd, _WRITE, lambda _mask: self._flush_releases(channel))
+        elif is_waiting and not is_full:
+            self._selector.unregister(fd)
+
+    def _forget(self, channel: ResultChannel) -> None:
+        for fd in (channel.messages.fileno(), channel.released_fd, channel.releases.fileno()):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        channel.close()

@@ -1,0 +1,213 @@
+"""The thread that decides what is sent to a worker, and when."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from sidestream.errors import EngineClosedError
+from sidestream.scheduler.request import RequestScheduler
+
+if TYPE_CHECKING:
+    from sidestream.config import EngineConfig
+    from sidestream.executor.base import Executor
+    from sidestream.executor.inflight import Flight
+    from sidestream.transport.envelope import Delivery
+
+
+class ReadyBytes:
+    """Bytes of outputs that are ready and not taken.
+
+    ``free`` may run inside a finalizer, hence inside any lock; so it only appends and wakes.
+    """
+
+    def __init__(self, inbox: queue.SimpleQueue[None]) -> None:
+        self._inbox = inbox
+        self._added = 0
+        self._freed: deque[int] = deque()
+        self._freed_sum = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count an output as ready; pump thread."""
+        self._added += nbytes
+
+    def free(self, nbytes: int) -> None:
+        """Count an output as taken or dropped; any thread."""
+        self._freed.append(nbytes)
+        # SimpleQueue.put is reentrant, made to be called from finalizers.
+        self._inbox.put(None)
+
+    def value(self) -> int:
+        """Give the bytes now; one thread at a time."""
+        while self._freed:
+            self._freed_sum += self._freed.popleft()
+        return self._added - self._freed_sum
+
+
+class EngineLoop:
+    """Sends queued requests to the executor, a daemon thread.
+
+    A request is sent when a worker has room (``dispatch_depth``) and the outputs that nobody has
+    taken stay within ``host_buffer_bytes``; waiting for a request lifts that limit up to it, else
+    waiting for the last of many would never end. States: new, running, stopping, stopped.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self._limit = config.host_buffer_bytes
+        self._executor = executor
+        self._scheduler: RequestScheduler[Flight] = RequestScheduler(config.max_queued_requests)
+        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ready = ReadyBytes(self._inbox)
+        # Guards the scheduler, the wanted ids and the refusal; notified when there is room.
+        self._room = threading.Condition()
+        self._wanted: set[str] = set()
+        self._refusal: BaseException | None = None
+        self._is_stopping = False
+        self._is_abandoned = False
+        self.submitted = 0
+        self.completed = 0
+        self.failed = 0
+        executor.on_capacity = self.wake
+        executor.on_ready = self._on_ready
+        executor.on_broken = self.refuse
+        self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def add(self, flight: Flight) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFullError: ``max_queued_requests`` are waiting.
+            EngineClosedError, WorkerDiedError: Nothing is taken any more.
+        """
+        with self._room:
+            self.check_open()
+            self._scheduler.add(flight.output_id, flight, request_id=flight.request_id)
+            self.submitted += 1
+        self.wake()
+
+    def wait_for_room(self) -> None:
+        """Block until one more request may wait."""
+        with self._room:
+            while self._refusal is None and not self._scheduler.has_room:
+                self._room.wait()
+
+    def want(self, output_id: str) -> None:
+        """Hear that somebody waits for a request: it must not wait for outputs to be taken."""
+        with self._room:
+            if output_id not in self._scheduler:
+                return
+            self._wanted.add(output_id)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the thread look again."""
+        self._inbox.put(None)
+
+    def check_open(self) -> None:
+        """Raise what refuses new work, if anything does."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def refuse(self, error: BaseException) -> None:
+        """Take nothing more, and fail what is queued, with ``error``."""
+        with self._room:
+            if self._refusal is None:
+                self._refusal = error
+            waiting = self._scheduler.take_all()
+            self._wanted.clear()
+            self._room.notify_all()
+        for flight in waiting:
+            flight.fail(error)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is queued or in flight; False if time ran out."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            flights = self.flights()
+            if not flights:
+                return True
+            for flight in flights:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                try:
+                    flight.output_ready.exception(left)
+                except TimeoutError:
+                    return False
+
+    def flights(self) -> list[Flight]:
+        """List what is queued, then what is with the executor."""
+        with self._room:
+            waiting = self._scheduler.items()
+        return waiting + self._executor.table.flights()
+
+    def counts(self) -> dict[str, Any]:
+        """Count requests and bytes."""
+        with self._room:
+            return {
+                "submitted": self.submitted,
+                "completed": self.completed,
+                "failed": self.failed,
+                "queued": len(self._scheduler),
+                "ready_bytes": self._ready.value(),
+            }
+
+    def stop(self) -> None:
+        """Fail what is queued and end the thread."""
+        self.refuse(EngineClosedError("The engine is closed."))
+        self._is_stopping = True
+        self.wake()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Have the thread close everything by itself; never blocks, for finalizers."""
+        self._is_abandoned = True
+        self._inbox.put(None)
+
+    # --- the pump -----------------------------------------------------------------------------
+
+    def _on_ready(self, _flight: Flight, delivery: Delivery) -> None:
+        if delivery.failed:
+            self.failed += 1
+        else:
+            self.completed += 1
+        self._ready.add(delivery.nbytes)
+        delivery.count(self._ready.free)
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._inbox.get()
+            if self._is_abandoned:
+                self.refuse(EngineClosedError("The engine was dropped without close()."))
+                self._executor.shutdown(timeout_s=0.0)
+                return
+            while self._dispatch_next():
+                pass
+
+    def _dispatch_next(self) -> bool:
+        if not self._executor.has_capacity():
+            return False
+        with self._room:
+            flight = self._scheduler.peek()
+            if flight is None:
+                return False
+            if not self._wanted and self._ready.value() > self._limit:
+                return False
+            self._scheduler.take()
+            self._wanted.discard(flight.output_id)
+            # Inside the lock: between the queue and the table nobody would find the request.
+            self._executor.dispatch([flight])
+            self._room.notify()
+        return True

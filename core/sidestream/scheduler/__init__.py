@@ -1,0 +1,1 @@
+"""Decides what runs next; does no I/O."""

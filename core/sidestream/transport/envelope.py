@@ -1,0 +1,287 @@
+"""Commands and envelopes as frames, and back.
+
+The receiving side of an envelope is a :class:`Delivery`: the pump reads a fixed header and takes
+the lease, the tree is decoded by :meth:`Delivery.open` in the thread that wants it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from sidestream.errors import InternalError
+from sidestream.protocol import (
+    AsyncDiffusionOutput,
+    AsyncOutputKind,
+    Call,
+    Command,
+    Execute,
+    Shutdown,
+)
+from sidestream.request import OutputTimings
+from sidestream.transport.arena import Slot
+from sidestream.transport.channel import Frame
+from sidestream.transport.failure import decode_error, encode_error
+from sidestream.transport.lease import ArenaMap, Lease
+from sidestream.transport.packing import pack_bytes, unpack, unpack_bytes
+
+#: Set in a frame's kind when its body is an error.
+FAILED: Final = 0x80
+
+#: Kind of a frame that only says that the worker let go of an arena.
+ARENA_DROPPED: Final = 32
+
+_EXECUTE: Final = 16
+_CALL: Final = 17
+_SHUTDOWN: Final = 18
+
+# --- commands: main process to worker ---------------------------------------------------------
+
+
+def encode_command(command: Command) -> Frame:
+    """Make a frame of a command; large bodies travel beside the socket, see ``channel``."""
+    match command:
+        case Execute():
+            body = pickle.dumps((command.output_ids, command.requests), protocol=5)
+            return Frame(kind=_EXECUTE, rpc_id=command.rpc_id, attempt=command.attempt, body=body)
+        case Call():
+            body = pickle.dumps((command.method, command.arguments), protocol=5)
+            return Frame(kind=_CALL, rpc_id=command.rpc_id, body=body)
+        case Shutdown():
+            return Frame(kind=_SHUTDOWN)
+
+
+def decode_command(frame: Frame) -> Command:
+    """Rebuild a command; the requests and arguments in it stay packed."""
+    if frame.kind == _EXECUTE:
+        output_ids, requests = pickle.loads(frame.body)
+        return Execute(
+            rpc_id=frame.rpc_id, attempt=frame.attempt, output_ids=output_ids, requests=requests
+        )
+    if frame.kind == _CALL:
+        method, arguments = pickle.loads(frame.body)
+        return Call(rpc_id=frame.rpc_id, method=method, arguments=arguments)
+    if frame.kind == _SHUTDOWN:
+        return Shutdown()
+    raise InternalError(f"A worker received a frame of kind {frame.kind}, which is no command.")
+
+
+# --- envelopes: worker to main process --------------------------------------------------------
+
+
+def encode_message(message: AsyncDiffusionOutput) -> Frame:
+    """Make a frame of an envelope that carries no output tree.
+
+    Raises:
+        PackingError: A call's result holds something that can't travel.
+    """
+    kind = int(message.kind)
+    if message.error is not None:
+        kind |= FAILED
+        body = pickle.dumps((message.timings, encode_error(message.error)), protocol=5)
+    elif message.kind is AsyncOutputKind.RPC_RESULT:
+        # Wrapped in a tuple: None is a fair result, but no payload.
+        body = pack_bytes((message.result,), root="result")
+    elif message.kind is AsyncOutputKind.PROGRESS:
+        body = str(message.result).encode()
+    else:
+        body = b""
+    return Frame(
+        kind=kind,
+        rpc_id=message.rpc_id,
+        attempt=message.attempt,
+        output_id=message.async_output_id or "",
+        body=body,
+    )
+
+
+def encode_output(
+    *,
+    output_id: str,
+    rpc_id: int,
+    attempt: int,
+    head: bytes,
+    timings: OutputTimings,
+    post_process: str | None,
+    slot: Slot | None,
+) -> Frame:
+    """Make the OUTPUT_READY frame of a packed output; the frame is what commits its slot.
+
+    ``slot`` None: ``head`` holds the leaves too (``pack_bytes``).
+    """
+    body = pickle.dumps((timings, post_process, head), protocol=5)
+    kind = int(AsyncOutputKind.OUTPUT_READY)
+    if slot is None:
+        return Frame(kind=kind, rpc_id=rpc_id, attempt=attempt, output_id=output_id, body=body)
+    return Frame(
+        kind=kind,
+        rpc_id=rpc_id,
+        attempt=attempt,
+        output_id=output_id,
+        body=body,
+        arena_id=slot.arena_id,
+        offset=slot.offset,
+        nbytes=slot.nbytes,
+        token=slot.token,
+        arena_nbytes=slot.arena_nbytes,
+        is_one_shot=slot.is_one_shot,
+        slot_fd=slot.fd,
+    )
+
+
+class Delivery:
+    """An envelope that arrived and is not decoded yet.
+
+    States: held, then opened or discarded; one that nobody holds any more discards itself.
+    """
+
+    def __init__(
+        self,
+        kind: AsyncOutputKind,
+        *,
+        rpc_id: int,
+        attempt: int,
+        async_output_id: str,
+        failed: bool,
+        nbytes: int,
+    ) -> None:
+        self.kind = kind
+        self.rpc_id = rpc_id
+        self.attempt = attempt
+        self.async_output_id = async_output_id
+        #: Whether it carries an error.
+        self.failed = failed
+        #: Bytes of memory that it keeps.
+        self.nbytes = nbytes
+        #: ``time.monotonic()`` of its arrival.
+        self.received_at = time.monotonic()
+        self._on_settled: Callable[[int], None] | None = None
+
+    def count(self, on_settled: Callable[[int], None]) -> None:
+        """Have ``on_settled(nbytes)`` called once this is opened or discarded.
+
+        It may run inside a finalizer, hence inside any lock: it must take none.
+        """
+        self._on_settled = on_settled
+
+    def open(self) -> tuple[AsyncDiffusionOutput, str | None]:
+        """Decode it, once, in the calling thread; gives the key of its post-processing too.
+
+        Raises:
+            InternalError: It was opened or discarded before.
+            Whatever a user's class raises while it is rebuilt.
+        """
+        try:
+            return self._open()
+        finally:
+            self._settle()
+
+    def discard(self) -> None:
+        """Give its memory back undecoded; idempotent, and nothing after :meth:`open`."""
+        self._discard()
+        self._settle()
+
+    def __del__(self) -> None:
+        self.discard()
+
+    def _open(self) -> tuple[AsyncDiffusionOutput, str | None]:
+        raise NotImplementedError
+
+    def _discard(self) -> None:
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        on_settled, self._on_settled = self._on_settled, None
+        if on_settled is not None:
+            on_settled(self.nbytes)
+
+
+class LocalDelivery(Delivery):
+    """An envelope from a worker of the same process: nothing to decode."""
+
+    def __init__(
+        self, message: AsyncDiffusionOutput, *, nbytes: int = 0, post_process: str | None = None
+    ) -> None:
+        self._message: AsyncDiffusionOutput | None = message
+        self._post_process = post_process
+        super().__init__(
+            message.kind,
+            rpc_id=message.rpc_id,
+            attempt=message.attempt,
+            async_output_id=message.async_output_id or "",
+            failed=message.error is not None,
+            nbytes=nbytes,
+        )
+
+    def _open(self) -> tuple[AsyncDiffusionOutput, str | None]:
+        message, self._message = self._message, None
+        if message is None:
+            raise InternalError(f"Output {self.async_output_id!r} was opened twice.")
+        return message, self._post_process
+
+    def _discard(self) -> None:
+        self._message = None
+
+
+class FrameDelivery(Delivery):
+    """An envelope from a worker process, with the lease on its slot."""
+
+    def __init__(self, frame: Frame, arenas: ArenaMap) -> None:
+        self._frame: Frame | None = frame
+        self._lease: Lease | None = None
+        self._carrier = "inline"
+        nbytes = len(frame.body)
+        if frame.token:
+            self._carrier = "one-shot" if frame.is_one_shot else "slot"
+            nbytes = frame.nbytes
+            self._lease = arenas.lease(
+                arena_id=frame.arena_id,
+                offset=frame.offset,
+                nbytes=frame.nbytes,
+                token=frame.token,
+                fd=frame.slot_fd,
+                arena_nbytes=frame.arena_nbytes,
+                is_one_shot=frame.is_one_shot,
+            )
+        super().__init__(
+            AsyncOutputKind(frame.kind & ~FAILED),
+            rpc_id=frame.rpc_id,
+            attempt=frame.attempt,
+            async_output_id=frame.output_id,
+            failed=bool(frame.kind & FAILED),
+            nbytes=nbytes,
+        )
+
+    def _open(self) -> tuple[AsyncDiffusionOutput, str | None]:
+        frame, self._frame = self._frame, None
+        lease, self._lease = self._lease, None
+        if frame is None:
+            raise InternalError(f"Output {self.async_output_id!r} was opened twice.")
+        fields: dict[str, Any] = {
+            "kind": self.kind,
+            "rpc_id": self.rpc_id,
+            "attempt": self.attempt,
+            "async_output_id": self.async_output_id or None,
+        }
+        post_process: str | None = None
+        if self.failed:
+            timings, data = pickle.loads(frame.body)
+            fields |= {"error": decode_error(data), "timings": timings}
+        elif self.kind is AsyncOutputKind.OUTPUT_READY:
+            timings, post_process, head = pickle.loads(frame.body)
+            tree = unpack_bytes(head) if lease is None else unpack(head, lease.array())
+            fields |= {"output": tree, "timings": replace(timings, carrier=self._carrier)}
+        elif self.kind is AsyncOutputKind.RPC_RESULT:
+            (fields["result"],) = unpack_bytes(frame.body)
+        elif self.kind is AsyncOutputKind.PROGRESS:
+            fields["result"] = bytes(frame.body).decode()
+        return AsyncDiffusionOutput(**fields), post_process
+
+    def _discard(self) -> None:
+        lease, self._lease = self._lease, None
+        self._frame = None
+        if lease is not None:
+            lease.release()

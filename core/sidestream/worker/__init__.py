@@ -1,0 +1,1 @@
+"""What runs beside the device: forwards on one thread, outputs on another."""

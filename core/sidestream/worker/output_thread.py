@@ -1,0 +1,386 @@
+"""The thread that brings finished outputs to the host while the next forward runs.
+
+``submit`` runs on the caller's thread and stream: it takes the payload apart, makes it private (so
+that the next forward may overwrite its buffers), and records an event. The thread waits for that
+event on a side stream, copies each leaf once into the sink's memory, waits for the copy's own
+event, and publishes. Nothing ever skips a wait: where recording or waiting fails, the device is
+synchronized instead, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sidestream.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    OutputTransferError,
+    PlatformError,
+    PluginError,
+)
+from sidestream.platforms.device import DeviceEvent, SideStream
+from sidestream.platforms.platform import Platform
+from sidestream.request import OutputTimings
+from sidestream.transport.packing import Packed, pack
+from sidestream.worker.sink import Destination, OutputLabel, OutputSink
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+#: What a platform may raise when its device or its plugin fails.
+DEVICE_ERRORS = (PlatformError, PluginError, RuntimeError)
+
+
+@dataclass(kw_only=True, eq=False)
+class OutputJob:
+    """One output between the forward and the host."""
+
+    label: OutputLabel
+    packed: Packed
+    #: The forward's end on its stream; None: the device was synchronized instead.
+    event: DeviceEvent | None = None
+    started: DeviceEvent | None = None
+    timings: OutputTimings = field(default_factory=OutputTimings)
+    #: Called when the device memory is free again, whatever happened.
+    on_done: Callable[[], None] | None = None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class OutputTransfer:
+    """Copies one output at a time to a sink, on a side stream or on the current one."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        device: torch.device,
+        sink: OutputSink[Any],
+        *,
+        on_device_lost: Callable[[DeviceLostError], None] | None = None,
+    ) -> None:
+        self.platform = platform
+        self.device = device
+        self.sink = sink
+        self._on_device_lost = on_device_lost
+        self._warned = False
+
+    def prepare(
+        self,
+        label: OutputLabel,
+        tree: Any,
+        *,
+        private: bool,
+        started: DeviceEvent | None = None,
+        timings: OutputTimings | None = None,
+    ) -> OutputJob:
+        """Take a payload apart and record the end of its forward, on the caller's stream.
+
+        Raises:
+            PackingError: A leaf can't travel; names it.
+            DeviceLostError: The device no longer answers.
+        """
+        packed = pack(tree)
+        packed.make_private(clone_device=not private)
+        job = OutputJob(
+            label=label, packed=packed, started=started, timings=timings or OutputTimings()
+        )
+        if packed.has_device_leaves:
+            job.event = self.record()
+        return job
+
+    def record(self) -> DeviceEvent | None:
+        """Record an event on the current stream; None after synchronizing the device instead."""
+        try:
+            return self.platform.record_device_event(self.device, timing=True)
+        except DEVICE_ERRORS as error:
+            self.fall_back("recording an event", error)
+            return None
+
+    def run(self, job: OutputJob, stream: SideStream | None) -> None:
+        """Copy, publish and resolve the job's future; never raises for the output's own failure."""
+        destination: Destination | None = None
+        try:
+            if job.packed.has_device_leaves or job.packed.nbytes > self.sink.inline_bytes:
+                destination = self.sink.allocate(job.packed.nbytes)
+            timings = self._copy(job, destination, stream)
+            result = self.sink.publish(job.label, job.packed, destination, timings)
+            destination = None
+            job.packed.drop()
+            job.future.set_result(result)
+        except Exception as error:  # noqa: BLE001 - boundary: one output's way to the host
+            if destination is not None:
+                self.sink.discard(destination)
+            is_on_device = job.packed.has_device_leaves
+            job.packed.drop()
+            self.fail(job, self.diagnose(error) if is_on_device else error)
+        finally:
+            if job.on_done is not None:
+                job.on_done()
+
+    def fail(self, job: OutputJob, error: BaseException) -> None:
+        """Publish that a job failed, and resolve its future with the reason."""
+        reason = _transfer_error(job.label, error)
+        job.future.set_exception(reason)
+        try:
+            self.sink.publish_error(job.label, reason)
+        except OSError:
+            logger.debug("The reader of output %r is gone.", job.label.output_id)
+        if isinstance(error, DeviceLostError) and self._on_device_lost is not None:
+            self._on_device_lost(error)
+
+    def _copy(
+        self, job: OutputJob, destination: Destination | None, stream: SideStream | None
+    ) -> OutputTimings:
+        started_at = time.monotonic()
+        if destination is None:
+            return _host_times(job.timings, started_at, job.packed.leaf_nbytes)
+        if not job.packed.has_device_leaves:
+            job.packed.write(destination.buffer)
+            return _host_times(job.timings, started_at, job.packed.leaf_nbytes)
+        if stream is not None and job.event is not None:
+            try:
+                stream.wait_event(job.event)
+            except DEVICE_ERRORS as error:
+                self.fall_back("waiting for an event", error)
+        with stream if stream is not None else contextlib.nullcontext():
+            begun = self.record()
+            job.packed.write(destination.buffer, non_blocking=True)
+            ended = self.record()
+        self._await(ended)
+        return _device_times(job, begun, ended, started_at)
+
+    def _await(self, event: DeviceEvent | None) -> None:
+        # None: record() has synchronized the device, so the copy is done.
+        if event is None:
+            return
+        try:
+            if event.wait():
+                return
+        except DEVICE_ERRORS as error:
+            self.fall_back("waiting for a copy", error)
+            return
+        raise PlatformError(
+            f"A copy's event on {self.device} did not complete.", platform=self.platform.name
+        )
+
+    def fall_back(self, doing: str, error: Exception) -> None:
+        """Synchronize the device in place of a wait that failed; warn once.
+
+        Raises:
+            DeviceLostError: That failed too, or the device fails its sentinel check.
+        """
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "Platform %r failed at %s on %s (%s). Its device is synchronized instead: outputs "
+                "stay correct and no longer overlap.",
+                self.platform.name,
+                doing,
+                self.device,
+                error,
+            )
+        try:
+            self.platform.synchronize_device(self.device)
+            fault = self.platform.check_device(self.device)
+        except DEVICE_ERRORS as fatal:
+            raise self._lost(str(fatal)) from fatal
+        if fault is not None:
+            raise self._lost(fault.reason) from error
+
+    def diagnose(self, error: BaseException) -> BaseException:
+        """Give the fault of the device in place of ``error``, if the device is lost."""
+        if isinstance(error, DeviceLostError):
+            return error
+        try:
+            fault = self.platform.check_device(self.device)
+        except DEVICE_ERRORS as fatal:
+            return self._lost(str(fatal))
+        if fault is None:
+            return error
+        lost = self._lost(fault.reason)
+        lost.__cause__ = error
+        return lost
+
+    def _lost(self, reason: str) -> DeviceLostError:
+        return DeviceLostError(
+            f"Device {self.device} of platform {self.platform.name!r} is lost: {reason}",
+            platform=self.platform.name,
+            device=str(self.device),
+        )
+
+
+class AsyncOutputThread:
+    """Brings outputs to the host in the background; a daemon thread.
+
+    States: new, running (after ``start``), closed. ``submit`` is for one thread at a time: the one
+    that queues the forwards. On a platform without streams the copies still leave the caller's
+    thread, in order, but there is nothing to overlap on a device.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        sink: OutputSink[Any],
+        *,
+        device: torch.device | None = None,
+        priority: int = 0,
+        on_device_lost: Callable[[DeviceLostError], None] | None = None,
+    ) -> None:
+        self.device = platform.device() if device is None else device
+        self.transfer = OutputTransfer(platform, self.device, sink, on_device_lost=on_device_lost)
+        self._priority = priority
+        # SimpleQueue is a C queue: a put wakes the thread without a Python-level lock.
+        self._jobs: queue.SimpleQueue[OutputJob | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sidestream-output", daemon=True)
+        self._started: Future[None] = Future()
+        self._is_closed = False
+        # Guards _is_closed together with the order of puts: no job behind the closing None.
+        self._lock = threading.Lock()
+
+    def start(self) -> AsyncOutputThread:
+        """Start the thread and wait until it is bound to its device.
+
+        Raises:
+            PlatformError: The device can't be bound, or gives no side stream.
+        """
+        self._thread.start()
+        self._started.result()
+        return self
+
+    def submit(
+        self,
+        output_id: str,
+        tree: Any,
+        *,
+        private: bool = False,
+        rpc_id: int = 0,
+        attempt: int = 0,
+        post_process: str | None = None,
+        started: DeviceEvent | None = None,
+        timings: OutputTimings | None = None,
+        on_done: Callable[[], None] | None = None,
+    ) -> Future[Any]:
+        """Queue one output, ordered behind what the caller queued on its stream so far.
+
+        ``private`` True: nobody writes to these tensors again, so they need no clone. The future
+        holds what the sink publishes: a :class:`HostSink`'s tree on the host, None of a
+        :class:`SlotSink`; or an ``OutputTransferError``.
+
+        Raises:
+            PackingError: A leaf can't travel; names it. Nothing was queued.
+            EngineClosedError: The thread was closed.
+        """
+        label = OutputLabel(
+            output_id=output_id, rpc_id=rpc_id, attempt=attempt, post_process=post_process
+        )
+        job = self.transfer.prepare(label, tree, private=private, started=started, timings=timings)
+        job.on_done = on_done
+        return self.hand_over(job)
+
+    def hand_over(self, job: OutputJob) -> Future[Any]:
+        """Queue a prepared job."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("The output thread is closed and takes no more outputs.")
+            self._jobs.put(job)
+        return job.future
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until all outputs that were submitted so far are out; False if time ran out."""
+        passed = threading.Event()
+        with self._lock:
+            if not self._is_closed:
+                self._jobs.put(passed)
+        if self._is_closed:
+            return self.close(timeout_s)
+        return passed.wait(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Bring out what was submitted, then end; False if it is not done by then. Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._jobs.put(None)
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> AsyncOutputThread:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        platform = self.transfer.platform
+        try:
+            platform.set_device(self.device)
+            stream = platform.side_stream(self.device, self._priority)
+        except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+            else:
+                self.transfer.run(job, stream)
+            # The loop variable would keep the last output's tensors alive until the next one.
+            del job
+        self.transfer.sink.close()
+
+
+def _transfer_error(label: OutputLabel, error: BaseException) -> BaseException:
+    if isinstance(error, OutputTransferError):
+        return error
+    reason = OutputTransferError(
+        f"The output {label.output_id!r} could not be brought to the host: "
+        f"{type(error).__name__}: {error}",
+        request_id=label.output_id,
+    )
+    reason.__cause__ = error
+    return reason
+
+
+def _host_times(timings: OutputTimings, started_at: float, nbytes: int) -> OutputTimings:
+    return replace(
+        timings, copy_started_at=started_at, copy_ended_at=time.monotonic(), nbytes=nbytes
+    )
+
+
+def _device_times(
+    job: OutputJob,
+    begun: DeviceEvent | None,
+    ended: DeviceEvent | None,
+    started_at: float,
+) -> OutputTimings:
+    """Put the device's times on the host's clock.
+
+    The copy's end was just seen by the host; all other events are placed by their distance to it.
+    """
+    now = time.monotonic()
+    values: dict[str, Any] = {
+        "copy_started_at": started_at,
+        "copy_ended_at": now,
+        "nbytes": job.packed.leaf_nbytes,
+    }
+    if ended is not None:
+        for name, event in (
+            ("copy_started_at", begun),
+            ("forward_ended_at", job.event),
+            ("forward_started_at", job.started),
+        ):
+            before = None if event is None else ended.elapsed_s(event)
+            if before is not None:
+                values[name] = now - before
+    return replace(job.timings, **values)

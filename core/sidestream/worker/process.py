@@ -1,0 +1,154 @@
+"""A worker process's side of its connection, and its life from first to last line.
+
+A worker never outlives its main process: the lifeline is a pipe whose other end only the main
+process holds, and whose hang-up the kernel turns into SIGKILL for the worker's whole process group.
+So it works in a forward that holds the GIL, and for helpers that the pipeline started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from sidestream.errors import DeviceLostError
+from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
+from sidestream.transport.channel import Channel, ChannelClosed
+from sidestream.transport.control_page import ControlPage
+from sidestream.transport.envelope import decode_command, encode_message
+from sidestream.worker.sink import SlotSink
+from sidestream.worker.worker import Worker, WorkerSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from sidestream.platforms.platform import Platform
+    from sidestream.worker.sink import OutputSink
+
+logger = logging.getLogger(__name__)
+
+#: Exit code of a worker whose device is lost.
+EXIT_DEVICE_LOST: Final = 71
+#: Exit code of a worker that could not start and said why.
+EXIT_START_FAILED: Final = 70
+
+_F_SETSIG: Final = 10  # not in the fcntl module; from <fcntl.h> of Linux
+
+
+class ChannelPort:
+    """A worker's connection over its two inherited sockets."""
+
+    def __init__(self, messages: Channel, releases: Channel, slot_budget_bytes: int) -> None:
+        self._messages = messages
+        self._releases = releases
+        self._slot_budget_bytes = slot_budget_bytes
+
+    def receive(self) -> Command:
+        """Block for a command; a closed connection means shutdown."""
+        try:
+            frame = self._messages.receive()
+        except ChannelClosed:
+            return Shutdown()
+        assert frame is not None  # the channel blocks
+        return decode_command(frame)
+
+    def send(self, message: AsyncDiffusionOutput) -> None:
+        """Send an envelope; any thread."""
+        self._messages.send(encode_message(message))
+
+    def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
+        """Make a sink of shared slots."""
+        return SlotSink(
+            self._messages,
+            self._releases,
+            platform,
+            device,
+            budget_bytes=self._slot_budget_bytes,
+        )
+
+    def device_lost(self, error: DeviceLostError) -> None:
+        """Say why, then end at once: nothing on this device can be trusted or waited for."""
+        try:
+            self.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=f"lost: {error}"))
+        finally:
+            os._exit(EXIT_DEVICE_LOST)
+
+
+def serve(
+    message_fd: int, release_fd: int, lifeline_fd: int, control_fd: int, stderr_fd: int
+) -> int:
+    """Run a worker over inherited descriptors until it is told to end; gives the exit code."""
+    hold_lifeline(lifeline_fd)
+    messages = Channel(socket.socket(fileno=message_fd))
+    releases = Channel(socket.socket(fileno=release_fd))
+    releases.set_blocking(False)
+    control = ControlPage.attach(control_fd)
+    try:
+        frame = messages.receive()
+    except ChannelClosed:
+        return 0
+    assert frame is not None  # the channel blocks
+    sys_path, packed_settings = pickle.loads(frame.body)
+    sys.path[:] = sys_path
+    start_id = frame.rpc_id
+    port: ChannelPort | None = None
+    try:
+        settings: WorkerSettings = pickle.loads(packed_settings)
+        port = ChannelPort(messages, releases, settings.slot_budget_bytes)
+        worker = Worker(settings, port, control)
+        worker.start()
+    except BaseException as error:  # noqa: BLE001 - boundary: start-up; main raises it there
+        messages.send(
+            encode_message(
+                AsyncDiffusionOutput(kind=AsyncOutputKind.RPC_RESULT, rpc_id=start_id, error=error)
+            )
+        )
+        return EXIT_START_FAILED
+    # What was printed while starting went to a buffer for the error message; from here on it goes
+    # where the main process's goes.
+    os.dup2(stderr_fd, 2)
+    os.close(stderr_fd)
+    port.send(
+        AsyncDiffusionOutput(
+            kind=AsyncOutputKind.RPC_RESULT, rpc_id=start_id, result=worker.describe()
+        )
+    )
+    try:
+        worker.run()
+    except ChannelClosed:
+        logger.debug("Worker %d: the main process is gone.", settings.rank)
+    return 0
+
+
+def hold_lifeline(fd: int) -> None:
+    """Have the kernel kill this process group when the pipe's other end is closed."""
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    # The end may have been closed before O_ASYNC was set: then no signal comes.
+    try:
+        if os.read(fd, 1) == b"":
+            os._exit(0)
+    except BlockingIOError:
+        pass
+
+
+def main(arguments: list[str]) -> None:
+    """Serve on the descriptors named by ``arguments``, then end without running exit handlers.
+
+    Daemon threads may be inside a vendor's library, which does not survive an ordered exit while it
+    works; everything that matters was sent by then.
+    """
+    code = serve(*(int(argument) for argument in arguments))
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(timeout=1.0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

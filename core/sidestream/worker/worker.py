@@ -1,0 +1,364 @@
+"""The worker's main thread: takes commands, queues forwards, hands outputs over.
+
+::
+
+    main process            worker main thread                     output thread
+    Execute ──────────────> take a place, forward, record event
+            <── COMPUTE_DONE (the device may still compute)
+                            hand (tensors, event) over ──────────> wait, copy, wait
+                            take the next command                  give the place back
+            <────────────────────────────────────────── OUTPUT_READY
+
+The envelope goes out before the hand-over and on the same channel, so no output overtakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sidestream.config import PipelineConfig
+from sidestream.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    InvalidRequestError,
+    OutputTransferError,
+)
+from sidestream.platforms.device import DeviceEvent
+from sidestream.platforms.platform import Platform, load_plugin
+from sidestream.platforms.self_test import self_test
+from sidestream.protocol import (
+    AsyncDiffusionOutput,
+    AsyncOutputKind,
+    Call,
+    Command,
+    Execute,
+    Shutdown,
+)
+from sidestream.request import DiffusionRequest, OutputTimings
+from sidestream.transport.control_page import ControlPage
+from sidestream.transport.packing import unpack_bytes
+from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer
+from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
+from sidestream.worker.sink import OutputLabel, OutputSink
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+#: How often a worker that waits for a place looks at the control page.
+_PLACE_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What one worker needs to know; picklable."""
+
+    platform: str
+    #: Import reference of the platform's plugin.
+    plugin: str
+    device_index: int
+    #: ``"package.module:Class"``.
+    pipeline: str
+    model: Path | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    rank: int = 0
+    world_size: int = 1
+    async_output: bool = True
+    max_pending_outputs: int = 2
+    slot_budget_bytes: int = 512 << 20
+
+
+class WorkerPort(Protocol):
+    """A worker's connection to its executor."""
+
+    def receive(self) -> Command:
+        """Block until there is a command; ``Shutdown`` also when the executor is gone."""
+        ...
+
+    def send(self, message: AsyncDiffusionOutput) -> None:
+        """Send an envelope that carries no output; any thread."""
+        ...
+
+    def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
+        """Make the sink of this worker's outputs."""
+        ...
+
+    def device_lost(self, error: DeviceLostError) -> None:
+        """Report that the device is lost and end the worker; any thread."""
+        ...
+
+
+class Worker:
+    """Runs the commands of one executor on one device, on the thread that made it.
+
+    States: made, started (platform, pipeline and output thread are up), closed.
+    """
+
+    def __init__(self, settings: WorkerSettings, port: WorkerPort, control: ControlPage) -> None:
+        self.settings = settings
+        self._port = port
+        self._control = control
+        # Places are tokens in a C queue: an output needs one from before its forward until its
+        # copy is done, which bounds the device memory that outputs hold.
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(settings.max_pending_outputs):
+            self._places.put(None)
+        self.output_thread: AsyncOutputThread | None = None
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind the device, test its streams, load the pipeline, start the output thread.
+
+        Raises:
+            SidestreamError, or whatever the pipeline's ``load`` raises.
+        """
+        self._progress("platform")
+        self.platform = load_plugin(self.settings.platform, self.settings.plugin)
+        self.device = self.platform.device(self.settings.device_index)
+        self.platform.set_device(self.device)
+        self_test(self.platform, self.device)
+        self._progress("pipeline")
+        config = PipelineConfig(
+            model=self.settings.model,
+            device=self.device,
+            dtype=resolve_dtype(self.settings.dtype, self.device),
+            options=self.settings.options,
+            rank=self.settings.rank,
+            world_size=self.settings.world_size,
+        )
+        self.pipeline = LoadedPipeline.load(self.settings.pipeline, config)
+        if hasattr(self.pipeline.pipeline, "on_step"):
+            self.pipeline.pipeline.on_step = self._on_step
+        self._progress("output")
+        sink = self._port.make_sink(self.platform, self.device)
+        if self.settings.async_output and self.platform.is_asynchronous:
+            self.output_thread = AsyncOutputThread(
+                self.platform, sink, device=self.device, on_device_lost=self._port.device_lost
+            ).start()
+            self._transfer = self.output_thread.transfer
+        else:
+            self._transfer = OutputTransfer(
+                self.platform, self.device, sink, on_device_lost=self._port.device_lost
+            )
+
+    def run(self) -> None:
+        """Take commands until ``Shutdown``, then bring out what is pending."""
+        while True:
+            command = self._port.receive()
+            match command:
+                case Execute():
+                    self._execute(command)
+                case Call():
+                    self._call(command)
+                case Shutdown():
+                    break
+            del command  # it holds the request's inputs
+        self.close()
+
+    def close(self) -> None:
+        """Bring out pending outputs and end the output thread; idempotent."""
+        if self.output_thread is not None:
+            self.output_thread.close()
+        else:
+            self._transfer.sink.close()
+
+    # --- what a Call may name -----------------------------------------------------------------
+
+    def ping(self) -> str:
+        """Answer, to show that the main thread takes commands."""
+        return "pong"
+
+    def drain_async_outputs(self) -> None:
+        """Wait until every output handed over so far has left the device."""
+        if self.output_thread is not None:
+            self.output_thread.drain()
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this worker is and holds."""
+        return {
+            "platform": self.platform.name,
+            "device": str(self.device),
+            "pipeline": self.settings.pipeline,
+            "output_thread": self.output_thread is not None,
+            "places_free": self._places.qsize(),
+        }
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _execute(self, command: Execute) -> None:
+        if not self._take_place():
+            self._refuse(command, EngineClosedError("The engine closed before this ran."))
+            return
+        place = _Place(len(command.output_ids), self._places)
+        try:
+            started_at = time.monotonic()
+            started = self._started_event()
+            requests = [_decode_request(data) for data in command.requests]
+            payloads = self.pipeline.forward(requests)
+            ended_at = time.monotonic()
+        except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
+            place.give_back()
+            self._fail(command, error)
+            return
+        self._port.send(
+            AsyncDiffusionOutput(
+                kind=AsyncOutputKind.COMPUTE_DONE,
+                rpc_id=command.rpc_id,
+                attempt=command.attempt,
+            )
+        )
+        self._control.forwards += 1
+        timings = OutputTimings(forward_started_at=started_at, forward_ended_at=ended_at)
+        while payloads:
+            output_id = command.output_ids[len(command.output_ids) - len(payloads)]
+            self._hand_over(command, output_id, payloads.pop(0), started, timings, place)
+
+    def _hand_over(
+        self,
+        command: Execute,
+        output_id: str,
+        payload: Payload,
+        started: DeviceEvent | None,
+        timings: OutputTimings,
+        place: _Place,
+    ) -> None:
+        label = OutputLabel(
+            output_id=output_id,
+            rpc_id=command.rpc_id,
+            attempt=command.attempt,
+            post_process=self.pipeline.post_process,
+        )
+        try:
+            job = self._transfer.prepare(
+                label, payload.tree, private=payload.is_private, started=started, timings=timings
+            )
+        except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on
+            place.output_done()
+            self._fail_output(label, error)
+            return
+        job.on_done = place.output_done
+        if self.output_thread is not None:
+            self.output_thread.hand_over(job)
+        else:
+            self._transfer.run(job, None)
+
+    def _call(self, command: Call) -> None:
+        try:
+            args, kwargs = unpack_bytes(command.arguments)
+            owner = self if hasattr(type(self), command.method) else self.pipeline.pipeline
+            target: Callable[..., Any] = getattr(owner, command.method)
+            result = target(*args, **kwargs)
+            message = AsyncDiffusionOutput(
+                kind=AsyncOutputKind.RPC_RESULT, rpc_id=command.rpc_id, result=result
+            )
+            self._port.send(message)
+        except BaseException as error:  # noqa: BLE001 - boundary: a user's method, or its result
+            self._port.send(
+                AsyncDiffusionOutput(
+                    kind=AsyncOutputKind.RPC_RESULT, rpc_id=command.rpc_id, error=error
+                )
+            )
+
+    # --- failures -----------------------------------------------------------------------------
+
+    def _refuse(self, command: Execute, error: BaseException) -> None:
+        self._port.send(
+            AsyncDiffusionOutput(
+                kind=AsyncOutputKind.RPC_RESULT,
+                rpc_id=command.rpc_id,
+                attempt=command.attempt,
+                error=error,
+            )
+        )
+
+    def _fail(self, command: Execute, error: BaseException) -> None:
+        found = self._transfer.diagnose(error)
+        self._refuse(command, error)
+        _forget_frames(error)
+        if isinstance(found, DeviceLostError):
+            self._port.device_lost(found)
+
+    def _fail_output(self, label: OutputLabel, error: BaseException) -> None:
+        reason = OutputTransferError(
+            f"The output {label.output_id!r} can't be sent: {error}", request_id=label.output_id
+        )
+        reason.__cause__ = error
+        self._transfer.sink.publish_error(label, reason)
+        if isinstance(error, DeviceLostError):
+            self._port.device_lost(error)
+        _forget_frames(error)
+
+    # --- places and progress ------------------------------------------------------------------
+
+    def _take_place(self) -> bool:
+        while True:
+            if self._control.shutdown:
+                return False
+            try:
+                self._places.get(timeout=_PLACE_POLL_S)
+            except queue.Empty:
+                continue
+            return True
+
+    def _started_event(self) -> DeviceEvent | None:
+        return self._transfer.record() if self.platform.is_asynchronous else None
+
+    def _on_step(self, step: int) -> None:
+        self._control.steps += 1
+
+    def _progress(self, stage: str) -> None:
+        self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=stage))
+
+
+class _Place:
+    """One forward's share of the device memory for outputs; free when its last output is out."""
+
+    def __init__(self, outputs: int, places: queue.SimpleQueue[None]) -> None:
+        self._places = places
+        self._left = outputs
+        # Guards _left: outputs end on the output thread, failed ones on the main thread.
+        self._lock = threading.Lock()
+
+    def output_done(self) -> None:
+        """Count one output as out."""
+        with self._lock:
+            self._left -= 1
+            is_free = self._left == 0
+        if is_free:
+            self._places.put(None)
+
+    def give_back(self) -> None:
+        """Free the place of a forward that made no output."""
+        self._places.put(None)
+
+
+def _decode_request(data: bytes) -> DiffusionRequest:
+    request = unpack_bytes(data)
+    if not isinstance(request, DiffusionRequest):
+        raise InvalidRequestError(
+            f"A worker received {type(request).__name__} in place of a DiffusionRequest."
+        )
+    return request
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of ``error`` and its causes: their frames hold the forward's tensors."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        link.__traceback__ = None
+        pending += [link.__cause__, link.__context__]
