@@ -1,0 +1,127 @@
+"""Memory of the simulated accelerator: allocations full of poison, and page-locked host buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from sidestream.testing.sim.device import SimDevice
+from sidestream.testing.sim.host import PAGE_LOCKS
+from sidestream.testing.sim.lane import Kernel
+
+_POISON: Final[dict[torch.dtype, float | int | bool]] = {torch.bool: True}
+#: What exotic types are filled with, byte by byte; NaN in the float8 types that have one.
+_POISON_BYTE: Final = 0xFF
+
+
+class Allocation:
+    """One allocation on a device, shared by the tensors that are views of it.
+
+    When the last of them goes, the memory is its stream's again, as with a caching allocator: work
+    of that stream that comes later may overwrite it, and here it does. So a stream that still
+    reads it finds poison unless somebody kept a reference, which is what a real device would do on
+    a bad day.
+    """
+
+    __slots__ = ("_device", "_flat", "_nbytes", "_stream", "is_shared")
+
+    def __init__(self, device: SimDevice, flat: torch.Tensor, nbytes: int) -> None:
+        self._device = device
+        self._stream = device.current_stream
+        self._flat = flat
+        self._nbytes = nbytes
+        #: Whether another stream than the allocating one was given this memory.
+        self.is_shared = False
+
+    def used_by(self, stream: object) -> None:
+        """Note that a kernel on ``stream`` uses this memory."""
+        if stream is not self._stream:
+            self.is_shared = True
+
+    def __del__(self) -> None:
+        self._device.give_memory(self._nbytes)
+        if self.is_shared:
+            flat = self._flat
+            self._stream.put_unchecked(Kernel("reuse of freed memory", lambda: poison(flat)))
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a contiguous tensor with what nobody would mistake for a result.
+
+    NaN, the greatest integer, or True.
+    """
+    value = _POISON.get(tensor.dtype)
+    if value is None:
+        value = _poison_of(tensor.dtype)
+        if value is None:
+            tensor.view(torch.uint8).fill_(_POISON_BYTE)
+            return tensor
+        _POISON[tensor.dtype] = value
+    return tensor.fill_(value)
+
+
+def _poison_of(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+        return float("nan")
+    try:
+        return torch.iinfo(dtype).max
+    except TypeError:
+        return None
+
+
+def allocate(
+    device: SimDevice, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, Allocation]:
+    """Allocate poisoned device memory of that layout.
+
+    Raises:
+        torch.OutOfMemoryError: The device has too little left.
+    """
+    count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    nbytes = count * dtype.itemsize
+    if not device.take_memory(nbytes):
+        free, total = device.memory_info
+        raise torch.OutOfMemoryError(
+            f"{device.name} is out of memory: tried to allocate {nbytes} bytes, {free} of {total} "
+            "are free."
+        )
+    flat = poison(torch.empty(count, dtype=dtype))
+    return flat.as_strided(size, stride), Allocation(device, flat, nbytes)
+
+
+def adopt(device: SimDevice, memory: torch.Tensor) -> Allocation:
+    """Count memory that an operator made itself as an allocation."""
+    nbytes = memory.untyped_storage().nbytes()
+    device.take_memory(nbytes)
+    return Allocation(device, memory, nbytes)
+
+
+def page_locked_buffer(nbytes: int) -> torch.Tensor:
+    """Allocate page-locked, poisoned host memory as a uint8 tensor."""
+    pages = np.full(nbytes, _POISON_BYTE, dtype=np.uint8)
+    if nbytes:
+        # The tensor's storage holds the array, so the pin lasts as long as the last view.
+        pin = PAGE_LOCKS.lock(pages.ctypes.data, nbytes)
+        weakref.finalize(pages, pin.close)
+    return torch.from_numpy(pages)
+
+
+def page_locked_empty(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Allocate a page-locked host tensor of that layout, full of poison."""
+    count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    flat = page_locked_buffer(count * dtype.itemsize).view(dtype)
+    return poison(flat).as_strided(size, stride)
+
+
+def is_page_locked(tensor: torch.Tensor) -> bool:
+    """Tell whether all of a host tensor lies in page-locked memory."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return PAGE_LOCKS.cover(tensor.data_ptr(), (last + 1) * tensor.element_size())
