@@ -50,8 +50,9 @@ def test_any_text_goes_through_the_tokenizer_and_back(library):
     assert library.tokenizer.decode(library.tokenizer(text).input_ids) == text
 
 
-def test_an_empty_folder_will_do(tmp_path):
+def test_an_empty_folder_will_do_and_nothing_is_printed(tmp_path, capfd):
     assert make_checkpoint("qwen-image", tmp_path) == tmp_path
+    assert capfd.readouterr() == ("", "")
     assert json.loads((tmp_path / "model_index.json").read_text())["_class_name"]
 
 

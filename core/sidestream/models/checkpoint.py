@@ -78,7 +78,10 @@ def make_checkpoint(kind: str, folder: Path, *, seed: int = 0) -> Path:
 
 def save_checkpoint(pipeline: Any, folder: Path, defaults: Mapping[str, Any]) -> None:
     """Save a diffusers pipeline with its sampling defaults."""
-    pipeline.save_pretrained(folder)
+    from sidestream.models.diffusers_pipeline import quiet_progress_bars
+
+    with quiet_progress_bars():
+        pipeline.save_pretrained(folder)
     (folder / GENERATION_CONFIG).write_text(json.dumps(dict(defaults), indent=2) + "\n")
 
 
