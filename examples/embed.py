@@ -1,8 +1,8 @@
 """Make somebody else's small engine asynchronous with sidestream's pieces.
 
-The engine below is plain `multiprocessing`: a worker process with a model, a queue of prompts, a dict
-of futures. The lines marked with (*) are all that it takes to bring outputs back asynchronously: the
-worker starts the next forward while the last output is still on its way.
+The engine below is plain `multiprocessing`: a worker process with a model, a queue of prompts, a
+dict of futures. The lines marked with (*) are all that it takes to bring outputs back
+asynchronously: the worker starts the next forward while the last output is still on its way.
 
 Run it: python examples/embed.py [platform]
 """
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     engine = Engine(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     words = ["a", "small", "engine", "of somebody else's"]
     futures = [engine.submit(number, word) for number, word in enumerate(words)]
-    for word, future in zip(words, futures):
+    for word, future in zip(words, futures, strict=True):
         message, _ = future.result(timeout=60).open()  # (*) decoded here, without a copy
         assert (message.output == len(word)).all()
         print(f"{word!r}: {tuple(message.output.shape)} {message.output.dtype}")

@@ -17,27 +17,41 @@ def _pipelines_on_path():
     sys.path.remove(PIPELINES)
 
 
+def _start(pipeline: str, **config) -> sidestream.DiffusionEngine:
+    config.setdefault("start_timeout_s", 60)
+    return sidestream.DiffusionEngine(
+        sidestream.EngineConfig(pipeline=f"sidestream_pipes:{pipeline}", **config)
+    )
+
+
 @pytest.fixture
 def make_engine():
-    """Make engines by the name of a test pipeline; closed at the end."""
+    """Make engines by the name of a test pipeline, for tests that hurt them; closed at the end."""
     engines = []
 
     def make(pipeline: str, **config):
-        config.setdefault("start_timeout_s", 60)
-        engine = sidestream.DiffusionEngine(
-            sidestream.EngineConfig(pipeline=f"sidestream_pipes:{pipeline}", **config)
-        )
-        engines.append(engine)
-        return engine
+        engines.append(_start(pipeline, **config))
+        return engines[-1]
 
     yield make
     for engine in engines:
         engine.close(timeout_s=2)
 
 
-def request(prompt: str = "x", *, seed: int = 0, height: int = 64, width: int = 64, **fields):
-    return sidestream.DiffusionRequest(
-        prompt=prompt,
-        sampling_params=sidestream.SamplingParams(height=height, width=width, seed=seed),
-        **fields,
-    )
+@pytest.fixture(scope="session")
+def engines():
+    """Give engines that tests share and leave as they were: a start costs seconds."""
+    running = {}
+
+    def get(pipeline: str, platform: str = "cpu", executor: str = "multiproc"):
+        key = (pipeline, platform, executor)
+        if key not in running:
+            running[key] = _start(pipeline, platform=platform, executor=executor)
+        engine = running[key]
+        assert engine.health().ok
+        assert engine.drain(30)
+        return engine
+
+    yield get
+    for engine in running.values():
+        engine.close()

@@ -15,8 +15,8 @@ def request(seed):
 
 
 @pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
-def test_the_next_forward_completes_while_a_copy_is_held(make_engine, executor):
-    engine = make_engine("OneBuffer", platform="sim", executor=executor)
+def test_the_next_forward_completes_while_a_copy_is_held(engines, executor):
+    engine = engines("OneBuffer", "sim", executor)
     call = engine.executor.collective_rpc
     call("hold_copies")
     first, second = engine.submit(request(1)), engine.submit(request(2))
@@ -52,14 +52,14 @@ def test_without_async_output_the_copy_runs_before_the_next_forward(make_engine)
     assert all(stream == "default" or "default" in stream for _, _, stream in copies[-4:])
 
 
-def test_on_the_cpu_there_is_no_output_thread_and_the_bits_are_the_same(make_engine):
-    engine = make_engine("Gradient", platform="cpu")
+def test_on_the_cpu_there_is_no_output_thread_and_the_bits_are_the_same(engines):
+    engine = engines("Gradient")
     assert engine.executor.collective_rpc("describe")[0]["output_thread"] is False
     assert (engine.submit(request(3)).result(30).output == 3).all()
 
 
-def test_each_leaf_is_copied_once_into_page_locked_memory(make_engine):
-    engine = make_engine("Gradient", platform="sim")
+def test_each_leaf_is_copied_once_into_page_locked_memory(engines):
+    engine = engines("Gradient", "sim")
     engine.submit(request(0)).result(30)
     engine.executor.collective_rpc("clear_copies")
     for i in range(5):
@@ -69,8 +69,8 @@ def test_each_leaf_is_copied_once_into_page_locked_memory(make_engine):
     assert all("side" in stream for _, _, stream in copies)
 
 
-def test_the_times_of_an_output_are_in_order(make_engine):
-    engine = make_engine("Gradient", platform="sim")
+def test_the_times_of_an_output_are_in_order(engines):
+    engine = engines("Gradient", "sim")
     times = engine.submit(request(0)).result(30).timings
     points = [
         times.submitted_at,

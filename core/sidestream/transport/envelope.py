@@ -24,12 +24,9 @@ from sidestream.protocol import (
 from sidestream.request import OutputTimings
 from sidestream.transport.arena import Slot
 from sidestream.transport.channel import Frame
-from sidestream.transport.failure import decode_error, encode_error
+from sidestream.transport.failure import FAILED, decode_error, error_body
 from sidestream.transport.lease import ArenaMap, Lease
 from sidestream.transport.packing import pack_bytes, unpack, unpack_bytes
-
-#: Set in a frame's kind when its body is an error.
-FAILED: Final = 0x80
 
 #: Kind of a frame that only says that the worker let go of an arena.
 ARENA_DROPPED: Final = 32
@@ -81,7 +78,7 @@ def encode_message(message: AsyncDiffusionOutput) -> Frame:
     kind = int(message.kind)
     if message.error is not None:
         kind |= FAILED
-        body = pickle.dumps((message.timings, encode_error(message.error)), protocol=5)
+        body = error_body(message.error, message.timings)
     elif message.kind is AsyncOutputKind.RPC_RESULT:
         # Wrapped in a tuple: None is a fair result, but no payload.
         body = pack_bytes((message.result,), root="result")

@@ -13,9 +13,12 @@ import traceback
 from typing import Any, Final
 
 from sidestream.errors import RemoteTraceback
+from sidestream.request import OutputTimings
 
 #: An exception that drags more than this along travels as text.
 MAX_ERROR_BYTES: Final = 1 << 20
+#: Set in a frame's kind when its body is an error, see :func:`error_body`.
+FAILED: Final = 0x80
 _MAX_LINKS: Final = 16
 _MAX_TEXT: Final = 1 << 16
 
@@ -60,6 +63,11 @@ def encode_error(error: BaseException) -> bytes:
         hidden = link.__suppress_context__
         link = link.__cause__ or (None if hidden else link.__context__)
     return pickle.dumps((links, text[-_MAX_TEXT:]), protocol=5)
+
+
+def error_body(error: BaseException, timings: OutputTimings | None = None) -> bytes:
+    """Make the body of a frame that reports ``error``."""
+    return pickle.dumps((timings or OutputTimings(), encode_error(error)), protocol=5)
 
 
 def decode_error(data: bytes | memoryview) -> BaseException:

@@ -15,69 +15,20 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from sidestream.errors import DeviceLostError
-from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
-from sidestream.transport.channel import Channel, ChannelClosed
+from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind
+from sidestream.transport.channel import Channel, ChannelClosed, Frame
 from sidestream.transport.control_page import ControlPage
-from sidestream.transport.envelope import decode_command, encode_message
-from sidestream.worker.sink import SlotSink
-from sidestream.worker.worker import Worker, WorkerSettings
+from sidestream.transport.failure import FAILED, error_body
+from sidestream.worker.exits import EXIT_START_FAILED
 
 if TYPE_CHECKING:
-    import torch
-
-    from sidestream.platforms.platform import Platform
-    from sidestream.worker.sink import OutputSink
+    from sidestream.worker.worker import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-#: Exit code of a worker whose device is lost.
-EXIT_DEVICE_LOST: Final = 71
-#: Exit code of a worker that could not start and said why.
-EXIT_START_FAILED: Final = 70
-
 _F_SETSIG: Final = 10  # not in the fcntl module; from <fcntl.h> of Linux
-
-
-class ChannelPort:
-    """A worker's connection over its two inherited sockets."""
-
-    def __init__(self, messages: Channel, releases: Channel, slot_budget_bytes: int) -> None:
-        self._messages = messages
-        self._releases = releases
-        self._slot_budget_bytes = slot_budget_bytes
-
-    def receive(self) -> Command:
-        """Block for a command; a closed connection means shutdown."""
-        try:
-            frame = self._messages.receive()
-        except ChannelClosed:
-            return Shutdown()
-        assert frame is not None  # the channel blocks
-        return decode_command(frame)
-
-    def send(self, message: AsyncDiffusionOutput) -> None:
-        """Send an envelope; any thread."""
-        self._messages.send(encode_message(message))
-
-    def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
-        """Make a sink of shared slots."""
-        return SlotSink(
-            self._messages,
-            self._releases,
-            platform,
-            device,
-            budget_bytes=self._slot_budget_bytes,
-        )
-
-    def device_lost(self, error: DeviceLostError) -> None:
-        """Say why, then end at once: nothing on this device can be trusted or waited for."""
-        try:
-            self.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=f"lost: {error}"))
-        finally:
-            os._exit(EXIT_DEVICE_LOST)
 
 
 def serve(
@@ -97,18 +48,19 @@ def serve(
     sys_path, packed_settings = pickle.loads(frame.body)
     sys.path[:] = sys_path
     start_id = frame.rpc_id
-    port: ChannelPort | None = None
+    # A sign of life before the slow imports, which may also fail: then main is told why.
+    messages.send(Frame(kind=AsyncOutputKind.PROGRESS, body=b"import"))
     try:
+        from sidestream.worker.port import ChannelPort
+        from sidestream.worker.worker import Worker
+
         settings: WorkerSettings = pickle.loads(packed_settings)
         port = ChannelPort(messages, releases, settings.slot_budget_bytes)
         worker = Worker(settings, port, control)
         worker.start()
     except BaseException as error:  # noqa: BLE001 - boundary: start-up; main raises it there
-        messages.send(
-            encode_message(
-                AsyncDiffusionOutput(kind=AsyncOutputKind.RPC_RESULT, rpc_id=start_id, error=error)
-            )
-        )
+        kind = AsyncOutputKind.RPC_RESULT | FAILED
+        messages.send(Frame(kind=kind, rpc_id=start_id, body=error_body(error)))
         return EXIT_START_FAILED
     # What was printed while starting went to a buffer for the error message; from here on it goes
     # where the main process's goes.

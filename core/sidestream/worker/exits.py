@@ -1,0 +1,10 @@
+"""Exit codes by which a worker tells why it ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: It could not start, and said why.
+EXIT_START_FAILED: Final = 70
+#: Its device is lost.
+EXIT_DEVICE_LOST: Final = 71

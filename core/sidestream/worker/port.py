@@ -1,0 +1,57 @@
+"""A worker process's connection to its executor, over two inherited sockets."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from sidestream.errors import DeviceLostError
+from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
+from sidestream.transport.channel import Channel, ChannelClosed
+from sidestream.transport.envelope import decode_command, encode_message
+from sidestream.worker.exits import EXIT_DEVICE_LOST
+from sidestream.worker.sink import OutputSink, SlotSink
+
+if TYPE_CHECKING:
+    import torch
+
+    from sidestream.platforms.platform import Platform
+
+
+class ChannelPort:
+    """A worker's connection over its two inherited sockets."""
+
+    def __init__(self, messages: Channel, releases: Channel, slot_budget_bytes: int) -> None:
+        self._messages = messages
+        self._releases = releases
+        self._slot_budget_bytes = slot_budget_bytes
+
+    def receive(self) -> Command:
+        """Block for a command; a closed connection means shutdown."""
+        try:
+            frame = self._messages.receive()
+        except ChannelClosed:
+            return Shutdown()
+        assert frame is not None  # the channel blocks
+        return decode_command(frame)
+
+    def send(self, message: AsyncDiffusionOutput) -> None:
+        """Send an envelope; any thread."""
+        self._messages.send(encode_message(message))
+
+    def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
+        """Make a sink of shared slots."""
+        return SlotSink(
+            self._messages,
+            self._releases,
+            platform,
+            device,
+            budget_bytes=self._slot_budget_bytes,
+        )
+
+    def device_lost(self, error: DeviceLostError) -> None:
+        """Say why, then end at once: nothing on this device can be trusted or waited for."""
+        try:
+            self.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=f"lost: {error}"))
+        finally:
+            os._exit(EXIT_DEVICE_LOST)
