@@ -26,10 +26,10 @@ class Batch(DiffusionOutput):
 def test_pixels_and_metadata_come_back(tmp_path):
     image = Image.fromarray(pixels(1)[0])
     path = tmp_path / "one.png"
-    write_png(path, image, {"prompt": "a fox, größer als ein 🦊", "seed": "7"}, overwrite=False)
+    write_png(path, image, {"prompt": "a fox, größer: 🦊", "seed": "7"}, overwrite=False)
     with Image.open(path) as read:
         assert np.array_equal(np.asarray(read), np.asarray(image))
-        assert read.text == {"prompt": "a fox, größer als ein 🦊", "seed": "7"}
+        assert read.text == {"prompt": "a fox, größer: 🦊", "seed": "7"}
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):

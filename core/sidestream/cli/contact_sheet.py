@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_CELL: Final = 128
+_CELL: Final = 192
 _GAP: Final = 12
-_TEXT: Final = 24
+_TEXT: Final = 26
 
 
 def draw_contact_sheet(images: Sequence[Image], captions: Sequence[str], columns: int) -> Image:
-    """Lay ``images`` out row by row, scaled to cells of 128 pixels."""
+    """Lay ``images`` out row by row, scaled to cells of 192 pixels."""
     from PIL import Image, ImageDraw, ImageFont
 
     rows = -(-len(images) // columns)
@@ -22,7 +22,7 @@ def draw_contact_sheet(images: Sequence[Image], captions: Sequence[str], columns
     height = _GAP + rows * (_CELL + _TEXT + _GAP)
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(14)
+    font = ImageFont.load_default(16)
     for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
         row, column = divmod(index, columns)
         x = _GAP + column * (_CELL + _GAP)

@@ -16,8 +16,19 @@ from sidestream.cli.verbosity import verbose_option
 from sidestream.config import EngineConfig
 from sidestream.request import DiffusionRequest, SamplingParams
 
-_WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_PROMPTS: Final = [*map(str, range(10)), *_WORDS]
+#: Every digit once, named in each of the ways that the model learned.
+_PROMPTS: Final = (
+    "0",
+    "one",
+    "a handwritten 2",
+    "3",
+    "four",
+    "a handwritten 5",
+    "6",
+    "seven",
+    "a handwritten 8",
+    "9",
+)
 
 
 @click.command()
@@ -57,7 +68,7 @@ def demo(folder: Path, platform: str | None) -> None:
         overwrite=True,
     )
     images = [Image.open(path) for path in rendering.files]
-    draw_contact_sheet(images, _PROMPTS, columns=10).save(folder / "contact-sheet.png")
+    draw_contact_sheet(images, _PROMPTS, columns=5).save(folder / "contact-sheet.png")
     title = f"sidestream demo: {len(_PROMPTS)} digits on {chosen!r}"
     draw_timeline(rendering.timings, title).save(folder / "timeline.png")
 

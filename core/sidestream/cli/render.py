@@ -67,7 +67,12 @@ def render(
             ready = time.monotonic()
             with (
                 writer,
-                click.progressbar(length=len(requests), label="Drawing", file=sys.stderr) as bar,
+                click.progressbar(
+                    length=len(requests),
+                    label="Drawing",
+                    file=sys.stderr,
+                    hidden=not sys.stderr.isatty(),
+                ) as bar,
             ):
                 for index, output in enumerate(engine.imap(requests)):
                     writer.submit(output, name(index), _metadata(config, requests[index]))

@@ -35,7 +35,7 @@ _COLORS: Final = (
     "#2f6db5", "#c7612a", "#2e8b57", "#a83a52", "#6f55a8",
     "#8a6d1f", "#b0478f", "#47707a", "#5f7f2a", "#3d4f9f",
 )  # fmt: skip
-_LANES: Final = ("submit", "forward (device)", "copy (side stream)", "ready (pump thread)")
+_LANES: Final = ("submit", "forward (device)", "copy to host", "ready (pump thread)")
 
 
 def draw_timeline(timings: Sequence[OutputTimings], title: str) -> Image:
@@ -69,7 +69,7 @@ def draw_timeline(timings: Sequence[OutputTimings], title: str) -> Image:
 def _caption(timings: Sequence[OutputTimings]) -> str:
     copies = sum(copy_span(timing) is not None for timing in timings)
     if not copies:
-        return "No copies: without a side stream, outputs are packed between the forwards."
+        return "No copy was timed."
     count = len(overlapped(timings))
     return f"{count} of {copies} copies ran while the forward of another output was running."
 
