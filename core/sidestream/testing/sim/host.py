@@ -17,8 +17,8 @@ class CopyRecord:
     """One finished copy from a device to the host; times are of ``time.monotonic()``."""
 
     nbytes: int
-    #: Whether the destination was page-locked, hence the copy asynchronous.
-    page_locked: bool
+    #: Whether the destination was page-locked.
+    pinned: bool
     #: Of the destination's first element.
     address: int
     #: The name of the stream that ran it.

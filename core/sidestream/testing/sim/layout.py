@@ -1,6 +1,6 @@
-"""What an operator is, and the shapes of what it returns, found without computing anything.
+"""What an operator is, and the shapes of what it returns, known before its operands' values are.
 
-An operator is studied once, and each of its signatures is tried once on tensors without memory.
+An operator is studied once, and each of its signatures is tried once on zeros.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
+from sidestream.testing.sim.memory import extent
 from sidestream.testing.sim.operands import Operands
 
 #: Enough for a large model; over it the cache starts anew.
@@ -28,8 +29,23 @@ _MIXES_HOST: Final = {
     "aten::_unsafe_index",
     "aten::_unsafe_index_put",
 }
-#: Tagged as of data-dependent shape, but only with masks, which the trial refuses.
-_DYNAMIC_WITH_MASKS: Final = {"aten::index"}
+#: The shape of the result depends on values only where an index is a mask.
+_DYNAMIC_WITH_MASKS: Final = {"aten::index", "aten::_unsafe_index"}
+_MASKS: Final = {torch.bool, torch.uint8}
+#: Composites that are run as one kernel, which saves time. Not the rest: some return an operand's
+#: view without saying so, others ask for values on their way.
+_RUN_WHOLE: Final = {
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+    "aten::group_norm",
+    "aten::layer_norm",
+    "aten::linear",
+    "aten::matmul",
+    "aten::rms_norm",
+    "aten::scaled_dot_product_attention",
+    "aten::softmax.int",
+}
 
 
 class Kind(enum.Enum):
@@ -54,10 +70,10 @@ class Trait:
     """What there is to know of an operator, whatever it is called with."""
 
     kind: Kind
-    is_composite: bool
     is_mutating: bool
     takes_generator: bool
     mixes_host: bool
+    is_dynamic_with_masks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,99 +105,120 @@ def study(func: Any) -> Trait:
     """Find an operator's trait; cached."""
     trait = _TRAITS.get(func)
     if trait is None:
-        trait = _TRAITS[func] = _study(func)
+        schema = func._schema
+        trait = _TRAITS[func] = Trait(
+            kind=_kind_of(func),
+            is_mutating=schema.is_mutable,
+            takes_generator=any(argument.name == "generator" for argument in schema.arguments),
+            mixes_host=schema.name in _MIXES_HOST,
+            is_dynamic_with_masks=schema.name in _DYNAMIC_WITH_MASKS,
+        )
     return trait
 
 
-def _study(func: Any) -> Trait:
-    schema = func._schema
-    is_composite = func._can_decompose()
-    return Trait(
-        kind=_kind_of(func, is_composite),
-        is_composite=is_composite,
-        is_mutating=schema.is_mutable,
-        takes_generator=any(argument.name == "generator" for argument in schema.arguments),
-        mixes_host=schema.name in _MIXES_HOST,
-    )
-
-
-def _kind_of(func: Any, is_composite: bool) -> Kind:
+def _kind_of(func: Any) -> Kind:
     schema, tags = func._schema, func.tags
-    waits = Kind.DECOMPOSE if is_composite else Kind.WAIT
     if schema.name in _EMPTY:
         return Kind.EMPTY
     if torch.Tag.inplace_view in tags:
         return Kind.RESHAPE
+    if func._can_decompose() and func.name() not in _RUN_WHOLE:
+        return Kind.DECOMPOSE
     if schema.name not in _DYNAMIC_WITH_MASKS and (
         torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
     ):
-        return waits
+        return Kind.WAIT
     if not schema.returns:
         return Kind.LAUNCH
     if not any("Tensor" in str(result.type) for result in schema.returns):
-        return waits
+        return Kind.WAIT
     if all(result.alias_info is not None for result in schema.returns) and not schema.is_mutable:
-        return Kind.DECOMPOSE if is_composite else Kind.VIEW
+        return Kind.VIEW
     return Kind.LAUNCH
 
 
 def find_layout(
     func: Any, trait: Trait, operands: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Layout | Kind:
-    """Find what a call returns, or the other way in which it has to be run.
+) -> Layout | None:
+    """Find what a call returns; None where only its operands' values tell.
 
     Raises whatever the operator raises for operands that don't fit together.
     """
     key = (func, *operands.key)
-    found = _LAYOUTS.get(key)
-    if found is None:
-        found = _try(func, trait, operands, args, kwargs)
-        if len(_LAYOUTS) >= _CACHED_LAYOUTS:
-            _LAYOUTS.clear()
-        _LAYOUTS[key] = found
+    if key in _LAYOUTS:
+        return _LAYOUTS[key]
+    if trait.is_dynamic_with_masks and any(t.dtype in _MASKS for t in operands.tensors[1:]):
+        found = None
+    else:
+        found = _try(func, trait, operands.tensors, args, kwargs)
+    if len(_LAYOUTS) >= _CACHED_LAYOUTS:
+        _LAYOUTS.clear()
+    _LAYOUTS[key] = found
     return found
 
 
 def _try(
-    func: Any, trait: Trait, operands: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Layout | Kind:
-    shadows = {id(tensor): _shadow(tensor) for tensor in operands.tensors}
+    func: Any,
+    trait: Trait,
+    tensors: Sequence[torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Layout | None:
+    # Not on torch's "meta" device first: many of its kernels import the compiler, which takes
+    # seconds in every process, and their strides are not always the CPU's.
+    try:
+        return _try_on("cpu", func, trait, tensors, args, kwargs)
+    except Exception:  # noqa: BLE001  # boundary: torch's operators, some of which refuse zeros
+        try:
+            return _try_on("meta", func, trait, tensors, args, kwargs)
+        except NotImplementedError:
+            return None
+
+
+def _try_on(
+    where: str,
+    func: Any,
+    trait: Trait,
+    tensors: Sequence[torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Layout:
+    """Run an operator on tensors that share only their layout with the operands."""
+    shadows = {id(tensor): _shadow(tensor, where) for tensor in tensors}
     sizes = [shadow.size() for shadow in shadows.values()]
     shadow_args, shadow_kwargs = tree_map_only(
         torch.Tensor, lambda tensor: shadows[id(tensor)], (list(args), dict(kwargs))
     )
-    shadow_kwargs.pop("generator", None)
+    if trait.takes_generator:
+        shadow_kwargs["generator"] = torch.Generator() if where == "cpu" else None
     if shadow_kwargs.get("device") is not None:
-        shadow_kwargs["device"] = torch.device("meta")
-    try:
-        result = func(*shadow_args, **shadow_kwargs)
-    except NotImplementedError:
-        return Kind.DECOMPOSE if trait.is_composite else Kind.WAIT
+        shadow_kwargs["device"] = torch.device(where)
+    result = func(*shadow_args, **shadow_kwargs)
     if [shadow.size() for shadow in shadows.values()] != sizes:
-        raise NotImplementedError(
+        raise ValueError(
             f"{func} would resize a tensor on a simulated device, whose size is fixed; give it an "
             "output of the right size, or none."
         )
-    given = {id(shadows[id(tensor)]): n for n, tensor in reversed([*enumerate(operands.tensors)])}
-    storages = {shadow.untyped_storage()._cdata for shadow in shadows.values()}
+    places = {id(shadows[id(tensor)]): n for n, tensor in reversed([*enumerate(tensors)])}
     leaves, spec = tree_flatten(result)
-    found: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif trait.is_mutating and id(leaf) in given:
-            found.append(SameTensor(given[id(leaf)]))
-        elif trait.is_composite and leaf.untyped_storage()._cdata in storages:
-            return Kind.DECOMPOSE  # such as dropout that drops nothing: the result is a view
-        else:
-            found.append(NewTensor(leaf.size(), leaf.stride(), leaf.dtype))
-    return Layout(tuple(found), None if spec.is_leaf() else spec)
+    found = tuple(_describe(leaf, places if trait.is_mutating else {}) for leaf in leaves)
+    return Layout(found, None if spec.is_leaf() else spec)
 
 
-def _shadow(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+def _describe(leaf: Any, places: Mapping[int, int]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) in places:
+        return SameTensor(places[id(leaf)])
+    return NewTensor(leaf.size(), leaf.stride(), leaf.dtype)
+
+
+def _shadow(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    size, stride = tensor.size(), tensor.stride()
+    zeros = torch.zeros(extent(size, stride), dtype=tensor.dtype, device=where)
+    return zeros.as_strided(size, stride)
 
 
 # Caches of pure functions. A lost update costs a second trial and nothing else, hence no lock.
 _TRAITS: Final[dict[Any, Trait]] = {}
-_LAYOUTS: Final[dict[tuple[object, ...], Layout | Kind]] = {}
+_LAYOUTS: Final[dict[tuple[object, ...], Layout | None]] = {}

@@ -73,6 +73,11 @@ def _poison_of(dtype: torch.dtype) -> float | int | None:
         return None
 
 
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Count the elements from the first to the last of a layout, gaps included."""
+    return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
 def allocate(
     device: SimDevice, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, Allocation]:
@@ -81,7 +86,7 @@ def allocate(
     Raises:
         torch.OutOfMemoryError: The device has too little left.
     """
-    count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    count = extent(size, stride)
     nbytes = count * dtype.itemsize
     if not device.take_memory(nbytes):
         free, total = device.memory_info
@@ -114,14 +119,12 @@ def page_locked_empty(
     size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Allocate a page-locked host tensor of that layout, full of poison."""
-    count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    count = extent(size, stride)
     flat = page_locked_buffer(count * dtype.itemsize).view(dtype)
     return poison(flat).as_strided(size, stride)
 
 
 def is_page_locked(tensor: torch.Tensor) -> bool:
     """Tell whether all of a host tensor lies in page-locked memory."""
-    if tensor.numel() == 0:
-        return True
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return PAGE_LOCKS.cover(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    nbytes = extent(tensor.size(), tensor.stride()) * tensor.element_size()
+    return nbytes == 0 or PAGE_LOCKS.cover(tensor.data_ptr(), nbytes)

@@ -37,7 +37,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         SimDeviceError: The device is in error.
         RuntimeError: The operands don't fit together.
-        NotImplementedError: The operator would resize a tensor in place.
+        ValueError: The operator would resize a tensor in place.
     """
     special = _SPECIAL.get(func)
     if special is not None:
@@ -55,9 +55,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if trait.kind is Kind.WAIT:
         return _wait(func, operands)
     layout = find_layout(func, trait, operands, args, kwargs)
-    if layout is Kind.DECOMPOSE:
-        return func.decompose(*args, **kwargs)
-    if isinstance(layout, Kind):
+    if layout is None:
         return _wait(func, operands)
     return _launch(func, trait, layout, operands)
 
@@ -153,7 +151,7 @@ def _reshape(func: Any, operands: Operands) -> torch.Tensor:
     nbytes = shadow.untyped_storage().nbytes()
     func(shadow, *operands.args[1:], **operands.kwargs)
     if shadow.untyped_storage().nbytes() != nbytes:
-        raise NotImplementedError(f"{func} would resize the memory of a tensor on {tensor.device}.")
+        raise ValueError(f"{func} would resize the memory of a tensor on {tensor.device}.")
     view = memory.as_strided(shadow.size(), shadow.stride(), memory.storage_offset())
     tensor.data = wrap(view, tensor.sim_device, tensor.allocation)
     return tensor

@@ -89,7 +89,9 @@ class SimTensor(torch.Tensor):
             "Use Tensor.cpu() to copy it to host memory first."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(  # type: ignore[override]  # torch leaves it untyped
+        self, *, tensor_contents: object = None
+    ) -> str:
         # Without the values: printing must not wait for the device.
         return f"SimTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 

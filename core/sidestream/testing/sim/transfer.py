@@ -72,7 +72,7 @@ def _copy_to_host(dst: torch.Tensor, src: SimTensor, non_blocking: bool) -> None
         COPIES.append(
             CopyRecord(
                 nbytes=nbytes,
-                page_locked=locked,
+                pinned=locked,
                 address=target.data_ptr(),
                 stream=stream.name,
                 started_at=started_at,
