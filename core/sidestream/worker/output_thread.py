@@ -380,7 +380,16 @@ def _device_times(
             ("forward_ended_at", job.event),
             ("forward_started_at", job.started),
         ):
-            before = None if event is None else ended.elapsed_s(event)
+            before = None if event is None else _elapsed_s(ended, event)
             if before is not None:
                 values[name] = now - before
     return replace(job.timings, **values)
+
+
+def _elapsed_s(later: DeviceEvent, earlier: DeviceEvent) -> float | None:
+    try:
+        return later.elapsed_s(earlier)
+    except DEVICE_ERRORS as error:
+        # Times are for people who look at them: no output fails for one.
+        logger.debug("Two events could not be timed: %s", error)
+        return None
