@@ -34,7 +34,7 @@ REQUIRED_HOOKS: Final = (
 )
 
 
-# --- before a device is used ----------------------------------------------------------------
+# --- before a device is used ------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -55,7 +55,7 @@ def set_device(device: torch.device) -> bool | None:
     """
 
 
-# --- streams and events ---------------------------------------------------------------------
+# --- streams and events -----------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -89,7 +89,7 @@ def check_device(device: torch.device) -> DeviceFault | None:
     """
 
 
-# --- host memory ----------------------------------------------------------------------------
+# --- host memory ------------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -105,7 +105,7 @@ def pinned_buffer(device: torch.device, nbytes: int) -> torch.Tensor | None:
     """Allocate a page-locked uint8 tensor of ``nbytes``; None: not possible here."""
 
 
-# --- housekeeping ---------------------------------------------------------------------------
+# --- housekeeping -----------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)

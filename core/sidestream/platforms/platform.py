@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import pluggy
     import torch
 
+#: What torch calls a device type from outside, such as npu, before it is told the name.
+_UNNAMED_TYPE: Final = "privateuseone"
 _AUTOLOAD_VARIABLE: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
@@ -52,12 +54,20 @@ class Platform:
         return self.name != NOOP_NAME
 
     def device(self, index: int = 0) -> torch.device:
-        """Give the platform's device of this index; the CPU is one device without an index."""
+        """Give the platform's device of this index; the CPU is one device without an index.
+
+        Until a first ``set_device``, a device type from outside torch is shown as torch's
+        placeholder, "privateuseone"; it is the same device.
+        """
         import torch
 
         if self.device_type == "cpu":
             return torch.device("cpu")
-        return torch.device(self.device_type, index)
+        try:
+            return torch.device(self.device_type, index)
+        except RuntimeError:
+            # torch learns the name from the vendor package, and that is imported in set_device.
+            return torch.device(_UNNAMED_TYPE, index)
 
     def set_device(self, device: torch.device) -> None:
         """Bind the calling thread to ``device``; needed once in each thread, before all else."""
@@ -154,9 +164,10 @@ class Platform:
     def _refuse_unfit(self, device: torch.device) -> None:
         # Without an index a vendor's call means the thread's current device, which is 0 in a new
         # thread: the event would be recorded, and the copy queued, on another card.
-        if device.type == self.device_type and (device.index is not None or device.type == "cpu"):
+        is_own = device.type in (self.device_type, _UNNAMED_TYPE)
+        if is_own and (device.index is not None or device.type == "cpu"):
             return
-        problem = "has no index" if device.type == self.device_type else "is of another type"
+        problem = "has no index" if is_own else "is of another type"
         raise PlatformError(
             f"Platform {self.name!r} can't use device '{device}', which {problem}; "
             f"use a device such as '{self.device()}'.",

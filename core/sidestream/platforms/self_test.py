@@ -72,13 +72,6 @@ def _round(platform: Platform, device: torch.device, side: SideStream, number: i
             f"(plugin {platform.name!r}, round {number + 1}).",
             platform=platform.name,
         )
-    if not (copied.query() and written.query()):
-        raise PluginContractError(
-            f"Plugin {platform.name!r}: an event says that it is incomplete after a later one of "
-            f"{device} was waited for.",
-            plugin=platform.name,
-            hook="record_device_event",
-        )
     wrong = int((received != sent).sum())
     if wrong:
         raise PlatformError(
@@ -87,6 +80,13 @@ def _round(platform: Platform, device: torch.device, side: SideStream, number: i
             "for the event of record_device_event, or the copy's event comes too early; outputs "
             "would be corrupt.",
             platform=platform.name,
+        )
+    if not (copied.query() and written.query()):
+        raise PluginContractError(
+            f"Plugin {platform.name!r}: an event says that it is incomplete after a later one of "
+            f"{device} was waited for.",
+            plugin=platform.name,
+            hook="record_device_event",
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sidestream.errors import PlatformError
 from sidestream.platforms.platform import Platform
 from sidestream.testing.contract.busy import BusyStreamContract
 from sidestream.testing.contract.material import (
@@ -14,7 +15,6 @@ from sidestream.testing.contract.material import (
     NBYTES,
     POISON,
     filled,
-    poison_like,
     random_bytes,
     recorded,
 )
@@ -74,13 +74,27 @@ class HostMemoryContract(BusyStreamContract):
             pin.close()
         assert platform.check_device(device) is None
 
-    def test_nothing_is_pinned_where_there_is_nothing(
+    def test_pinning_a_range_twice_fails_and_leaves_no_trace(
         self, platform: Platform, device: torch.device
     ) -> None:
-        """An empty range is answered with None, and leaves no error for the next call."""
-        address = poison_like(random_bytes()).data_ptr()
-        assert platform.pin_host_memory(device, address, 0) is None
-        assert platform.check_device(device) is None
+        """A failed call leaves no error for the next one to raise, and the first pin as it was."""
+        import torch
+
+        memory = torch.frombuffer(mmap.mmap(-1, NBYTES), dtype=torch.uint8)
+        memory.fill_(POISON)
+        pin = platform.pin_host_memory(device, memory.data_ptr(), NBYTES)
+        if pin is None:
+            pytest.skip(f"{platform.name} can't page-lock an existing mapping here")
+        try:
+            try:
+                again = platform.pin_host_memory(device, memory.data_ptr(), NBYTES)
+            except PlatformError:
+                again = None
+            assert again is None
+            self._copy_lands_late_and_whole(platform, device, memory)
+        finally:
+            platform.synchronize_device(device)
+            pin.close()
 
     def _copy_lands_late_and_whole(
         self, platform: Platform, device: torch.device, target: torch.Tensor
