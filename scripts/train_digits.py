@@ -8,7 +8,7 @@ The VAE's two halves learn to go from and to 64x64 pixels, the transformer learn
 on the latents, with the prompt dropped now and then so that classifier-free guidance works.
 
 One thread and fixed numbers of steps, so that a seed gives the same weights again on the same
-machine. Takes about ten minutes of one CPU core.
+machine. Takes about twelve minutes of one CPU core.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def pack(latents: Tensor) -> Tensor:
 
 
 def measure(pipeline: QwenImagePipeline, per_prompt: int, sheet: Path) -> dict[str, float]:
-    """Draw each prompt with several seeds; give the share that 3-NN on the data recognises."""
+    """Draw each prompt with several seeds; give the share that 3-NN on the data recognizes."""
     pixels, labels = load_digits(return_X_y=True)
     classifier = KNeighborsClassifier(3).fit(pixels / 16, labels)
     pipeline.set_progress_bar_config(disable=True)

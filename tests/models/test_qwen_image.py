@@ -148,6 +148,12 @@ class TestBatches:
             adapter.forward([request("one"), request("two", **changed)])
         assert caught.value.request_id == "two"
 
+    def test_members_may_want_other_forms_of_their_images(self, adapter):
+        one, two = adapter.forward(
+            [request("one", output_type="float"), request("two", num_outputs_per_prompt=1)]
+        )
+        assert one.shape == two.shape == (1, 3, 64, 64)
+
     def test_members_with_and_without_a_negative_prompt_are_refused(self, qwen_folder, adapter):
         bare = QwenImage(adapter.pipeline)
         with pytest.raises(InvalidRequestError, match="negative_prompt"):
@@ -196,6 +202,16 @@ class TestArguments:
     def test_a_size_that_the_library_would_change_is_refused(self, adapter):
         with pytest.raises(InvalidRequestError, match=r"height=70 .*multiple of 16"):
             adapter.forward([request(height=70)])
+
+    @pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1])
+    def test_a_seed_that_is_too_large_is_refused(self, seed, adapter):
+        with pytest.raises(InvalidRequestError, match=f"seed={seed}"):
+            adapter.forward([request(seed=seed)])
+
+    def test_the_largest_seed_has_room_for_further_outputs(self, adapter):
+        seed = (1 << 63) - 1
+        (payload,) = adapter.forward([request(seed=seed, num_outputs_per_prompt=2)])
+        assert payload.shape[0] == 2
 
     def test_videos_are_refused(self, adapter):
         with pytest.raises(InvalidRequestError, match="num_frames=5"):

@@ -92,12 +92,12 @@ def test_a_folder_comes_before_a_built_in_name(tmp_path, monkeypatch):
     assert find_source("digits", None).model == folder
 
 
-@pytest.mark.parametrize("model", ["no-such-model", "./not/there", "/not/there", "a/b/c", ""])
+@pytest.mark.parametrize("model", ["no-such-model", "./not/there", "/not/there", "a/b/c"])
 def test_a_name_that_is_nothing_says_what_was_tried(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "no-such-model").write_text("a file is no folder")
     with pytest.raises(ConfigError) as caught:
-        find_source(model, None) if model else find_source(tmp_path / "nothing", None)
+        find_source(model, None)
     message = str(caught.value)
     assert str(tmp_path) in message or "/not/there" in message
     assert "'digits'" in message

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import ConfigError, MissingDependencyError
+from sidestream.models.registry import GENERATION_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from diffusers import QwenImagePipeline
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-
-#: What the checkpoint folder says about how to sample it; see ``SamplingParams``.
-GENERATION_CONFIG: Final = "generation_config.json"
 
 _QWEN_IMAGE_DEFAULTS: Final = {
     "height": 64,

@@ -30,6 +30,9 @@ _SHARED: Final = {
     "num_outputs_per_prompt": "num_images_per_prompt",
 }
 
+# What torch's generators take, with room for the seeds of further outputs.
+_SEEDS: Final = range(-(1 << 63), 1 << 63)
+
 
 class QwenImage:
     """Sample images; a payload is the raw decoder tensor (n,3,H,W), -1 to 1, or packed latents.
@@ -135,28 +138,38 @@ class QwenImage:
         self, requests: Sequence[DiffusionRequest], params: Sequence[SamplingParams]
     ) -> None:
         multiple = self.pipeline.vae_scale_factor * 2
-        first = params[0]
         for request, own in zip(requests, params, strict=True):
-            why = _difference(first, own)
+            why = _difference(params[0], own)
             for name in ("height", "width"):
                 size = getattr(own, name)
                 if size is not None and size % multiple:
                     why = f"{name}={size} is not possible: it has to be a multiple of {multiple}"
             if own.num_frames not in (None, 1):
                 why = f"num_frames={own.num_frames} is not possible: Qwen-Image makes images"
+            if own.seed is not None and own.seed not in _SEEDS:
+                why = f"seed={own.seed} is not possible: it has to fit in 63 bits"
             if why is not None:
                 raise InvalidRequestError(f"{why}.", request_id=request.request_id)
 
 
 def _difference(one: SamplingParams, other: SamplingParams) -> str | None:
     """Say why two requests can't share a forward; None if they can."""
-    for name in (*_SHARED, "output_type"):
-        a, b = getattr(one, name), getattr(other, name)
-        if a != b:
-            return f"Requests with {name}={a!r} and {name}={b!r} can't share a forward"
-    if (one.negative_prompt is None) != (other.negative_prompt is None):
-        return "Requests with and without a negative_prompt can't share a forward"
+    a, b = _shared(one), _shared(other)
+    for name, value in a.items():
+        if b[name] != value:
+            return f"Requests with {name}={value!r} and {name}={b[name]!r} can't share a forward"
     return None
+
+
+def _shared(params: SamplingParams) -> dict[str, Any]:
+    """List what the requests of one forward have in common."""
+    return {
+        **{name: getattr(params, name) for name in _SHARED},
+        "num_outputs_per_prompt": params.num_outputs_per_prompt or 1,
+        # uint8 and float part only after the decoder.
+        "output_type": "latent" if params.output_type == "latent" else "decoded",
+        "negative_prompt": "none" if params.negative_prompt is None else "some",
+    }
 
 
 def _generators(params: SamplingParams) -> list[torch.Generator]:

@@ -13,7 +13,7 @@ from sidestream.errors import ConfigError, MissingDependencyError
 from sidestream.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 #: Adapters by the ``_class_name`` of a diffusers folder's ``model_index.json``.
 _ADAPTERS: Final[Mapping[str, str]] = {
@@ -23,8 +23,9 @@ _ADAPTERS: Final[Mapping[str, str]] = {
 _BUILT_IN: Final = ("digits",)
 _BUILT_IN_FOLDER: Final = Path(__file__).parent / "checkpoints"
 
+#: What a checkpoint says about how to sample it: fields of ``SamplingParams``.
+GENERATION_CONFIG: Final = "generation_config.json"
 _MODEL_INDEX: Final = "model_index.json"
-_GENERATION_CONFIG: Final = "generation_config.json"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INSTALL: Final = 'pip install "sidestream[diffusers]"'
 
@@ -63,7 +64,7 @@ def find_source(model: str | Path | None, pipeline: str | None) -> PipelineSourc
 
 def read_defaults(folder: Path) -> dict[str, Any]:
     """Read the sampling defaults of a checkpoint; ``{}`` if it has none."""
-    path = folder / _GENERATION_CONFIG
+    path = folder / GENERATION_CONFIG
     if not path.is_file():
         return {}
     defaults = _read_object(path)
@@ -105,6 +106,8 @@ def _download(hub_id: str, *, layout_known: bool) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except Exception as error:
+        # The boundary to the hub's client, which lets through whatever its HTTP library, the disk
+        # or the server came up with.
         raise ConfigError(
             "model",
             hub_id,
@@ -147,5 +150,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
