@@ -294,14 +294,16 @@ def _explain(cause: Exception) -> str:
 def _find_culprit(tree: Any, path: str, error: Exception) -> tuple[str, Exception]:
     """Walk a tree that failed to pickle down to the part that fails by itself."""
     seen = {id(tree)}
-    while True:
+    # Of a tree that is too deep every part is, for thousands of levels: its root says enough.
+    while not isinstance(error, RecursionError):
         for step, child in _children(tree):
             if id(child) not in seen and (failure := _failure(child)) is not None:
                 seen.add(id(child))
                 tree, path, error = child, path + step, failure
                 break
         else:
-            return path, error
+            break
+    return path, error
 
 
 def _failure(tree: Any) -> Exception | None:
