@@ -1,0 +1,239 @@
+"""Check sidestream on an accelerator and print the figures for docs/performance.md.
+
+    python scripts/check_cuda.py [--platform cuda] [--size full] [--requests 6] [--json FILE]
+
+One run checks: the README's snippet, the digits checkpoint, and a full-size Qwen-Image of random
+weights, asynchronous against synchronous, bit for bit; that the copy of output N runs during forward
+N+1 by the device's own event times; that each output is one copy into page-locked memory; and what
+the output thread costs while it waits. Exits with 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform as host
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+import sidestream
+from sidestream import DiffusionEngine, DiffusionRequest, EngineConfig, SamplingParams
+
+failures: list[str] = []
+table: list[dict[str, Any]] = []
+
+
+def check(what: str, ok: bool, detail: str = "") -> None:
+    """Print one check's outcome and remember a failure."""
+    print(f"{'ok  ' if ok else 'FAIL'} {what}{': ' + detail if detail else ''}", flush=True)
+    if not ok:
+        failures.append(what)
+
+
+def row(**figures: Any) -> None:
+    """Print one line of figures and keep it."""
+    table.append(figures)
+    print("  ".join(f"{name}={_show(value)}" for name, value in figures.items()), flush=True)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Gradient:
+    """The README's pipeline."""
+
+    @classmethod
+    def load(cls, config: Any) -> Gradient:
+        self = cls()
+        self.device = config.device
+        return self
+
+    def forward(self, requests: Any) -> list[torch.Tensor]:
+        return [
+            torch.full(
+                (3, r.sampling_params.height, r.sampling_params.width),
+                float(r.sampling_params.seed),
+                device=self.device,
+            )
+            for r in requests
+        ]
+
+
+def snippet(platform: str) -> None:
+    """Run the README's snippet."""
+    with DiffusionEngine(EngineConfig(pipeline="check_cuda:Gradient", platform=platform)) as engine:
+        handles = [
+            engine.submit(DiffusionRequest("x", SamplingParams(height=64, width=64, seed=i)))
+            for i in range(8)
+        ]
+        right = True
+        for i, handle in enumerate(handles):
+            handle.compute_done.result(timeout=30)
+            output = handle.result(timeout=30)
+            right &= output.output.shape == (3, 64, 64) and bool((output.output == i).all())
+        check(f"snippet on {platform}", right, str(engine.stats()))
+
+
+def digits(platform: str) -> None:
+    """Draw digits on the platform, asynchronously and synchronously, and on the CPU."""
+    drawn = {}
+    for name, config in {
+        "async": {"platform": platform},
+        "sync": {"platform": platform, "async_output": False},
+        "cpu": {"platform": "cpu"},
+    }.items():
+        with DiffusionEngine(EngineConfig(model="digits", dtype="float32", **config)) as engine:
+            prompts = [str(n) for n in range(10)]
+            drawn[name] = torch.stack([o.output for o in engine.generate(prompts, seed=0)])
+    check(f"digits on {platform}: async equals sync", torch.equal(drawn["async"], drawn["sync"]))
+    apart = (drawn["async"].int() - drawn["cpu"].int()).abs()
+    check(
+        f"digits on {platform}: near the CPU's",
+        bool((apart > 8).float().mean() < 0.01),
+        f"largest difference {int(apart.max())} of 255",
+    )
+
+
+def qwen(platform: str, size: str, requests: int, resolutions: list[int], steps: int) -> None:
+    """Run the full-size pipeline both ways and compare bits and times."""
+    outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for way in ("async", "sync"):
+        config = EngineConfig(
+            pipeline="full_size_qwen:FullSizeQwen",
+            pipeline_options={"size": size},
+            platform=platform,
+            async_output=way == "async",
+        )
+        begun = time.monotonic()
+        with DiffusionEngine(config) as engine:
+            started_s = time.monotonic() - begun
+            call = engine.executor.collective_rpc
+            print(f"-- qwen {way}: started in {started_s:.0f} s, {call('parameters')[0]:,} params")
+            for pixels in resolutions:
+                work = [
+                    DiffusionRequest(
+                        "p" * (i + 1),
+                        SamplingParams(
+                            height=pixels,
+                            width=pixels,
+                            num_inference_steps=steps,
+                            true_cfg_scale=4.0,
+                            seed=i,
+                        ),
+                    )
+                    for i in range(requests)
+                ]
+                engine.generate(work[:2])  # warm: kernels chosen, arenas made
+                cpu_s, at = call("output_thread_cpu_s")[0]
+                begun = time.monotonic()
+                done = engine.generate(work)
+                wall_s = time.monotonic() - begun
+                cpu_end_s, at_end = call("output_thread_cpu_s")[0]
+                outputs[way, pixels] = [output.output.clone() for output in done]
+                report(way, pixels, done, wall_s, (cpu_end_s - cpu_s) / (at_end - at))
+                if way == "async" and platform == "cuda":
+                    one_copy_each(engine, work[:3], pixels)
+    for pixels in resolutions:
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(outputs["async", pixels], outputs["sync", pixels], strict=True)
+        )
+        check(f"qwen {pixels} px: async equals sync", same)
+
+
+def report(way: str, pixels: int, done: list[Any], wall_s: float, cpu_share: float) -> None:
+    """Print the figures of one series and check the overlap by event times."""
+    times = [output.timings for output in done]
+    gaps = [
+        (b.forward_started_at - a.forward_ended_at) * 1e6
+        for a, b in zip(times, times[1:], strict=False)
+    ]
+    hidden = [
+        max(
+            0.0,
+            min(a.copy_ended_at, b.forward_ended_at) - max(a.copy_started_at, b.forward_started_at),
+        )
+        / (a.copy_ended_at - a.copy_started_at)
+        for a, b in zip(times, times[1:], strict=False)
+    ]
+    copy_s = statistics.median(t.copy_s for t in times)
+    row(
+        way=way,
+        pixels=pixels,
+        requests_per_s=len(done) / wall_s,
+        forward_ms=statistics.median(t.forward_s for t in times) * 1e3,
+        copy_ms=copy_s * 1e3,
+        copy_gb_per_s=times[0].nbytes / copy_s / 1e9,
+        device_gap_us=statistics.median(gaps),
+        hidden_share=statistics.median(hidden),
+        output_thread_cpu=cpu_share,
+        carrier=times[-1].carrier,
+        nbytes=times[0].nbytes,
+    )
+    if way == "async":
+        check(f"qwen {pixels} px: the copy runs during the next forward", min(hidden) > 0.9)
+        check(f"qwen {pixels} px: outputs travel in slots", times[-1].carrier == "slot")
+        check(
+            f"qwen {pixels} px: bytes are height x width x 3",
+            times[0].nbytes == pixels * pixels * 3,
+        )
+        check(
+            f"qwen {pixels} px: the output thread waits without spinning",
+            cpu_share < 0.02,
+            f"{cpu_share:.4f} of a core",
+        )
+
+
+def one_copy_each(engine: DiffusionEngine, work: list[DiffusionRequest], pixels: int) -> None:
+    """Count the copies that carry pixels, as the device's profiler sees them."""
+    call = engine.executor.collective_rpc
+    call("start_profile")
+    engine.generate(work)
+    copies = call("stop_profile")[0]
+    large = [(name, nbytes) for name, nbytes in copies if nbytes >= pixels * pixels]
+    expected = [("Memcpy DtoH (Device -> Pinned)", pixels * pixels * 3)] * len(work)
+    check(f"qwen {pixels} px: one copy into page-locked memory each", large == expected, f"{large}")
+
+
+def main() -> int:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--platform", default="cuda")
+    parser.add_argument("--size", default="full", choices=["full", "tiny"])
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--resolutions", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    what = {
+        "date": time.strftime("%Y-%m-%d"),
+        "sidestream": sidestream.__version__,
+        "torch": torch.__version__,
+        "python": host.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "command": " ".join(sys.argv),
+    }
+    print(json.dumps(what, indent=1))
+    snippet(arguments.platform)
+    digits(arguments.platform)
+    qwen(
+        arguments.platform,
+        arguments.size,
+        arguments.requests,
+        arguments.resolutions,
+        arguments.steps,
+    )
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({**what, "failures": failures, "table": table}, file, indent=1)
+    print(f"{len(failures)} check(s) failed: {failures}" if failures else "all checks passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
