@@ -106,7 +106,7 @@ class Channel:
         self._forget_waiting()
         self._socket.close()
 
-    # --- frames ---------------------------------------------------------------------------------
+    # --- frames -------------------------------------------------------------------------------
 
     def send(self, frame: Frame) -> None:
         """Send a frame; waits while the socket is full.
@@ -163,7 +163,7 @@ class Channel:
             for fd in fds:
                 os.close(fd)
 
-    # --- plain messages -------------------------------------------------------------------------
+    # --- plain messages -----------------------------------------------------------------------
 
     def send_bytes(self, data: bytes) -> None:
         """Send a short message as it is; waits while the socket is full."""
@@ -182,7 +182,7 @@ class Channel:
             for fd in fds:
                 os.close(fd)
 
-    # --- the socket -----------------------------------------------------------------------------
+    # --- the socket ---------------------------------------------------------------------------
 
     def _send(self, parts: Sequence[bytes | memoryview], fds: Sequence[int]) -> None:
         while not self._sendmsg(parts, fds, 0):

@@ -36,13 +36,14 @@ class Leaf:
     States: borrowed (aliases the caller's memory), private (does not), dropped.
     """
 
-    __slots__ = ("_borrowed", "_device", "_host", "nbytes", "offset")
+    __slots__ = ("_borrowed", "_device", "_host", "_queued", "nbytes", "offset")
 
     def __init__(
         self, source: np.ndarray[Any, Any] | torch.Tensor, nbytes: int, *, is_borrowed: bool
     ) -> None:
         self._host = source if isinstance(source, np.ndarray) else None
         self._device = source if isinstance(source, torch.Tensor) else None
+        self._queued: list[torch.Tensor] = []
         self._borrowed = is_borrowed
         self.nbytes: Final = nbytes
         #: From the start of the payload's bytes; given when it is placed.
@@ -67,8 +68,10 @@ class Leaf:
     def write(self, destination: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy the bytes into ``destination``, this leaf's own range: 1-D uint8, on the host."""
         if self._device is not None:
-            # What is made here stays referenced until drop(): the copy may still be queued.
-            self._device = source = _resolve(self._device).contiguous()
+            source = _resolve(self._device).contiguous()
+            # Both stay until drop(): what reads them is only queued here, on a stream that their
+            # allocator may know nothing of.
+            self._queued.append(source)
             destination.view(source.dtype).view(source.shape).copy_(
                 source, non_blocking=non_blocking
             )
@@ -146,11 +149,12 @@ def from_tensor(tensor: torch.Tensor) -> tuple[Leaf | None, tuple[Any, ...]]:
         else:
             order = None
     is_parameter = isinstance(tensor, torch.nn.Parameter)
+    kept_class = cls if keeps_class else torch.nn.Parameter if is_parameter else None
     rebuild = (
         str(plain.dtype).removeprefix("torch."),
         tuple(plain.shape),
         _inverse(order),
-        cls if keeps_class else None,
+        kept_class,
         is_parameter and tensor.requires_grad,
         (vars(tensor) or None) if keeps_class and not is_parameter else None,
     )
