@@ -107,11 +107,11 @@ def adopt(device: SimDevice, memory: torch.Tensor) -> Allocation:
 
 def page_locked_buffer(nbytes: int) -> torch.Tensor:
     """Allocate page-locked, poisoned host memory as a uint8 tensor."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     pages = np.full(nbytes, _POISON_BYTE, dtype=np.uint8)
-    if nbytes:
-        # The tensor's storage holds the array, so the pin lasts as long as the last view.
-        pin = PAGE_LOCKS.lock(pages.ctypes.data, nbytes)
-        weakref.finalize(pages, pin.close)
+    # The tensor's storage holds the array, so the pin lasts as long as the last view.
+    weakref.finalize(pages, PAGE_LOCKS.lock(pages.ctypes.data, nbytes).close)
     return torch.from_numpy(pages)
 
 

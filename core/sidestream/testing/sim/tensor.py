@@ -39,6 +39,9 @@ class SimTensor(torch.Tensor):
         """Copy to the host, which waits, and give nested lists."""
         return self.detach().cpu().tolist()
 
+    def __format__(self, format_spec: str) -> str:
+        return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, as any device does, unless ``force`` allows a copy to the host."""
         if force:
