@@ -54,7 +54,10 @@ def demo(folder: Path, platform: str | None) -> None:
     from PIL import Image
 
     chosen = platform or _default_platform()
-    click.echo(f"Drawing {len(_PROMPTS)} digits on {chosen!r}.")
+    where = f"on {chosen!r}"
+    if chosen == "sim":
+        where += ", the simulated accelerator (its order is real, its speed is not)"
+    click.echo(f"Drawing {len(_PROMPTS)} digits {where}.")
     requests = [
         DiffusionRequest(prompt, SamplingParams(seed=index))
         for index, prompt in enumerate(_PROMPTS)
@@ -69,7 +72,7 @@ def demo(folder: Path, platform: str | None) -> None:
     )
     images = [Image.open(path) for path in rendering.files]
     draw_contact_sheet(images, _PROMPTS, columns=5).save(folder / "contact-sheet.png")
-    title = f"sidestream demo: {len(_PROMPTS)} digits on {chosen!r}"
+    title = f"sidestream demo: {len(_PROMPTS)} digits {where}"
     draw_timeline(rendering.timings, title).save(folder / "timeline.png")
 
     copies = sum(copy_span(timing) is not None for timing in rendering.timings)
