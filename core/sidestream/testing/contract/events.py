@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sidestream.platforms.device import DeviceEvent
 from sidestream.platforms.platform import Platform
 from sidestream.testing.contract.busy import BusyStreamContract
-from sidestream.testing.contract.material import LIVENESS_S, recorded
+from sidestream.testing.contract.material import A_WHILE_S, LIVENESS_S, recorded
 
 if TYPE_CHECKING:
     import torch
-
-
-#: How long an event is watched that must not complete.
-_A_WHILE_S: Final = 0.05
 
 
 class EventContract(BusyStreamContract):
@@ -29,8 +25,8 @@ class EventContract(BusyStreamContract):
         with self.busy_stream(device):
             event = platform.record_device_event(device)
             assert isinstance(event, DeviceEvent)
-            assert not event.query(), "recording waited, or the event precedes the queued work"
-            assert not event.wait(_A_WHILE_S), "the event does not belong to the current stream"
+            assert not event.query(), "recording waited for the queued work"
+            assert not event.wait(A_WHILE_S), "the event does not belong to the current stream"
         assert event.wait(LIVENESS_S)
         assert event.query()
 
@@ -41,7 +37,7 @@ class EventContract(BusyStreamContract):
         with self.busy_stream(device):
             event = recorded(platform, device)
             assert event.wait(0) is False
-            assert event.wait(_A_WHILE_S) is False
+            assert event.wait(A_WHILE_S) is False
         assert event.wait(LIVENESS_S) is True
         assert event.wait(0) is True
 
@@ -70,9 +66,9 @@ class EventContract(BusyStreamContract):
         assert start.wait(LIVENESS_S)
         with self.busy_stream(device):
             end = recorded(platform, device, timing=True)
-            assert not end.wait(_A_WHILE_S)
+            assert not end.wait(A_WHILE_S)
         assert end.wait(LIVENESS_S)
         seen_s = time.perf_counter() - before_s
         elapsed_s = end.elapsed_s(start)
         # Clocks of two makers: a hundredth apart is equal.
-        assert elapsed_s is None or 0.99 * _A_WHILE_S <= elapsed_s <= 1.01 * seen_s
+        assert elapsed_s is None or 0.99 * A_WHILE_S <= elapsed_s <= 1.01 * seen_s

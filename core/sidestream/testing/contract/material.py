@@ -21,6 +21,8 @@ NBYTES: Final = 1 << 20
 POISON: Final = 0xEE
 #: For what has to happen; a test that waits this long fails.
 LIVENESS_S: Final = 30.0
+#: How long an event is watched that must not complete; a wrong one is seen as soon as it does.
+A_WHILE_S: Final = 0.2
 
 
 def in_a_thread(call: Callable[[], _T]) -> _T:

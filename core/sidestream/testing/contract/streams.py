@@ -11,6 +11,7 @@ from sidestream.platforms.device import DeviceEvent, SideStream
 from sidestream.platforms.platform import Platform
 from sidestream.testing.contract.busy import BusyStreamContract
 from sidestream.testing.contract.material import (
+    A_WHILE_S,
     LIVENESS_S,
     filled,
     in_a_thread,
@@ -35,7 +36,7 @@ class StreamContract(BusyStreamContract):
             current = recorded(platform, device)
             assert side.record_event().wait(LIVENESS_S)
             side.synchronize()
-            assert not current.query(), "the side stream waited for the current one"
+            assert not current.wait(A_WHILE_S), "the side stream waited for the current one"
 
     def test_a_side_stream_is_current_only_inside_its_block(
         self, platform: Platform, device: torch.device, side: SideStream
@@ -46,7 +47,7 @@ class StreamContract(BusyStreamContract):
                 with side:
                     pass
                 assert recorded(platform, device).wait(LIVENESS_S), "not redirected"
-            assert not recorded(platform, device).query(), "still redirected"
+            assert not recorded(platform, device).wait(A_WHILE_S), "still redirected"
 
     def test_entering_a_side_stream_changes_no_other_thread(
         self, platform: Platform, device: torch.device, side: SideStream
@@ -74,7 +75,7 @@ class StreamContract(BusyStreamContract):
         with side, self.busy_stream(device):
             late = side.record_event()
             assert urgent.record_event().wait(LIVENESS_S)
-            assert not late.query()
+            assert not late.wait(A_WHILE_S)
 
     def test_waiting_for_an_event_orders_a_copy_after_the_work(
         self, platform: Platform, device: torch.device, side: SideStream
@@ -89,7 +90,7 @@ class StreamContract(BusyStreamContract):
             with side:
                 received.copy_(output, non_blocking=True)
             copied = side.record_event()
-            assert not copied.query(), "the copy did not wait for the event"
+            assert not copied.wait(A_WHILE_S), "the copy did not wait for the event"
             assert received.equal(poison), "bytes arrived before the event"
         assert copied.wait(LIVENESS_S)
         assert received.equal(sent)
@@ -114,7 +115,7 @@ class StreamContract(BusyStreamContract):
             output.copy_(result)
             written = recorded(platform, device)
             copied = in_a_thread(lambda: start_copy(written))
-            assert not copied.query()
+            assert not copied.wait(A_WHILE_S), "the copy did not wait for the event"
         assert copied.wait(LIVENESS_S)
         assert received.equal(sent)
 
