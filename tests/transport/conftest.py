@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class Child:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         reading, writing = os.pipe()
-        self.pid = os.fork()
+        self.pid = _fork()
         if self.pid == 0:
             os.close(reading)
             try:
@@ -125,6 +126,11 @@ class Link:
             self.worker.close()
             self.main.close()
             os.close(self.eventfd)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings(action="ignore"):  # from 3.12 on, of threads that were started
+        return os.fork()
 
 
 @pytest.fixture

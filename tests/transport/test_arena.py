@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,8 @@ class WorkerAndReader(RuleBasedStateMachine):
     @precondition(lambda self: self.reading)
     @rule()
     def fork(self):
-        pid = os.fork()
+        with warnings.catch_warnings(action="ignore"):  # from 3.12 on, of threads there are
+            pid = os.fork()
         if pid == 0:
             self.reading.clear()  # the child lets go of its copies
             os._exit(0)

@@ -260,6 +260,8 @@ def test_a_closed_end_says_so(pair):
         pair[0].receive()
     with pytest.raises(ChannelClosed, match="This end"):
         pair[0].send(Frame(kind=1))
+    with pytest.raises(ChannelClosed, match="This end"):
+        pair[0].poll()
     assert pair[0].fileno() == -1
 
 
@@ -350,16 +352,39 @@ def test_an_output_id_has_a_longest_length(pair):
         pair[0].send(Frame(kind=1, output_id="x" * (MAX_OUTPUT_ID_BYTES + 1)))
 
 
-def answer(channel: Channel) -> None:
-    frame = channel.receive()
-    channel.send(dataclasses.replace(frame, kind=9, slot_fd=None))
-
-
 def test_a_channel_can_be_given_to_a_process_that_multiprocessing_spawns(pair):
     ours, theirs = pair
-    process = multiprocessing.get_context("fork").Process(target=answer, args=(theirs,))
+    theirs.set_blocking(False)
+    process = multiprocessing.get_context("spawn").Process(
+        target=Channel.send, args=(theirs, Frame(kind=9, rpc_id=4, body=bytes(100_000)))
+    )
     process.start()
-    ours.send(Frame(kind=1, rpc_id=4))
-    assert (got := ours.receive()).kind == 9
-    assert got.rpc_id == 4
+    got = ours.receive()
     process.join()
+    assert (got.kind, got.rpc_id, len(got.body), process.exitcode) == (9, 4, 100_000, 0)
+
+
+def test_too_many_descriptors_on_their_way_only_delay_a_sender(fork):
+    def work():
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        if os.getuid() == 0:
+            os.setuid(65534)  # root may have any number of them on their way
+        ours, theirs = channel_pair()
+        frames = [Frame(kind=1, rpc_id=number, slot_fd=0) for number in range(100)]
+        sent = 0
+        while ours.try_send(frames[sent]):
+            sent += 1
+        sender = threading.Thread(target=lambda: [ours.send(frame) for frame in frames[sent:]])
+        sender.start()
+        got = []
+        while len(got) < len(frames):
+            frame = theirs.receive()
+            got.append(frame.rpc_id)
+            os.close(frame.slot_fd)
+        sender.join()
+        return sent, got
+
+    sent, got = fork(work).result()
+    assert 0 < sent < 100
+    assert got == list(range(100))

@@ -225,8 +225,9 @@ class SlotPool:
         return slot
 
     def _best_fit(self, room: int) -> _Arena | None:
-        fitting = [arena for arena in self._arenas.values() if arena.best_fit(room) is not None]
-        return min(fitting, key=lambda arena: arena.best_fit(room) or 0, default=None)
+        fits = ((arena.best_fit(room), arena) for arena in self._arenas.values())
+        fitting = [(size, arena.id) for size, arena in fits if size is not None]
+        return self._arenas[min(fitting)[1]] if fitting else None
 
     def _grow(self, room: int) -> _Arena | None:
         """Add an arena, a small one if there is no memory for a large one, or none."""

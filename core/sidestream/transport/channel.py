@@ -97,6 +97,8 @@ class Channel:
 
     def poll(self, timeout_s: float | None = None) -> bool:
         """Wait until something can be received, or the other end is gone; False: neither."""
+        if self.fileno() < 0:
+            raise ChannelClosed("This end of the channel is closed.")
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
