@@ -305,3 +305,32 @@ def test_a_dropped_stream_finishes_its_work_and_ends_its_thread(sim, device, def
     assert event.wait(10)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_synchronizing_a_device_waits_for_streams_that_were_dropped(sim, device):
+    sim.default_stream(1).hold()
+    stream = sim.side_stream(device, 0)
+    stream.wait_event(sim.default_stream(1).record_event())
+    last = stream.record_event()
+    del stream
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (sim.synchronize_device(device), done.set()))
+    thread.start()
+    assert not done.wait(0.05)
+    sim.default_stream(1).release()
+    assert done.wait(10)
+    thread.join(10)
+    assert last.query()
+
+
+def test_streams_come_and_go_while_the_device_is_synchronized(sim, device, no_leaks):
+    def come_and_go():
+        for _ in range(100):
+            sim.side_stream(device, 0).record_event()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        sim.synchronize_device(device)
+    sim.synchronize_device(device)

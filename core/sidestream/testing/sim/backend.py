@@ -14,7 +14,7 @@ import torch
 
 from sidestream.errors import MissingDependencyError, PlatformError
 from sidestream.testing.sim.device import DEVICE_COUNT, DEVICES, SimDevice, device_at
-from sidestream.testing.sim.event import PLATFORM, SimEvent
+from sidestream.testing.sim.event import PLATFORM
 from sidestream.testing.sim.stream import CURRENT, SimStream
 from sidestream.testing.sim.tensor import SimTensor, empty
 from sidestream.testing.sim.transfer import copy_
@@ -38,9 +38,6 @@ _WHOLE_FACTORIES: Final = (
 
 class _DeviceModule:
     """``torch.sim``: what torch asks of a device type's module."""
-
-    Stream = SimStream
-    Event = SimEvent
 
     def is_initialized(self) -> bool:
         return True

@@ -13,7 +13,7 @@ from typing import Any, Final
 from sidestream.errors import PlatformError
 from sidestream.testing.sim.event import CHANGED, PLATFORM, SimEvent
 from sidestream.testing.sim.faults import Faults, SimDeviceError
-from sidestream.testing.sim.lane import Kernel
+from sidestream.testing.sim.lane import Kernel, Lane
 from sidestream.testing.sim.stream import CURRENT, SimStream
 
 DEVICE_COUNT: Final = 4
@@ -38,6 +38,8 @@ class SimDevice:
         self.generator: Any = None
         #: Whether this is a forked child's useless copy.
         self.is_forsaken = False
+        #: What works for streams, dropped ones included.
+        self.lanes: Final[set[Lane]] = set()
         #: Keeps held streams, whose threads could not end, from being collected.
         self.held_streams: Final[set[SimStream]] = set()
         self._default_stream: SimStream | None = None
@@ -84,17 +86,16 @@ class SimDevice:
         with self._making:
             return tuple(stream for _, stream in sorted(self._side_streams.items()))
 
-    @property
-    def streams(self) -> tuple[SimStream, ...]:
-        """Every stream that exists."""
-        default = self._default_stream
-        return (() if default is None else (default,)) + self.side_streams
-
     def synchronize(self) -> None:
         """Block the host until all work queued on any stream is done."""
         self.raise_fault()
-        for event in [stream.mark() for stream in self.streams]:
+        for event in self._mark_all():
             event.wait()
+
+    def _mark_all(self) -> list[SimEvent]:
+        # Of lanes, not of streams: one that was dropped may still have work to finish.
+        with CHANGED:
+            return [lane.mark() for lane in self.lanes]
 
     # --- errors -----------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class SimDevice:
 
     def drain(self, timeout_s: float) -> None:
         """Block until every stream is idle, also on a device in error."""
-        events = [stream.mark_unchecked() for stream in self.streams]
+        events = self._mark_all()
         with CHANGED:
             if not CHANGED.wait_for(lambda: all(event.is_reached for event in events), timeout_s):
                 raise PlatformError(
@@ -194,7 +195,7 @@ class SimDevice:
 
     def forsake_child(self) -> None:
         """Put the device in error in a forked child, where its streams have no threads."""
-        if self._default_stream is not None or self._side_streams_made:
+        if self.lanes:
             self.is_forsaken = True
             self.fault = SimDeviceError(
                 f"{self.name} was used before this process was forked: its threads stayed in the "
@@ -203,8 +204,10 @@ class SimDevice:
 
     def abandon(self, timeout_s: float) -> None:
         """End every stream's thread without finishing what is queued."""
-        for stream in self.streams:
-            stream.abandon(timeout_s)
+        with CHANGED:
+            lanes = tuple(self.lanes)
+        for lane in lanes:
+            lane.abandon(timeout_s)
 
 
 #: The machine's devices: as global as hardware is. No thread runs before a device is used.

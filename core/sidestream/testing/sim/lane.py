@@ -39,6 +39,7 @@ class Lane:
     """A stream's queue and the thread that works it off.
 
     The thread holds this and not the :class:`SimStream`, so that dropping the stream ends it.
+    States: working, listed in its device's ``lanes``; then ended, for good.
     """
 
     def __init__(self, device: SimDevice, name: str) -> None:
@@ -49,31 +50,39 @@ class Lane:
         self.is_busy = False
         self.is_abandoned = False
         self.thread: Final = threading.Thread(target=self._work, name=name, daemon=True)
+        with CHANGED:
+            device.lanes.add(self)
         self.thread.start()
+
+    def mark(self, timing: bool = False) -> SimEvent:
+        """Queue an event that is reached after all work queued so far."""
+        event = SimEvent(self.device, timing)
+        self.queue.put(event)
+        return event
 
     def end(self) -> None:
         """Let the thread end after the work that is queued; doesn't block."""
         self.queue.put(None)
 
-    def abandon(self) -> None:
-        """Let the thread end after the kernel that runs, whatever is queued or held."""
+    def abandon(self, timeout_s: float) -> None:
+        """End the thread after the kernel that runs, whatever is queued or held."""
         with CHANGED:
             self.is_abandoned = True
             CHANGED.notify_all()
         self.queue.put(None)
+        self.thread.join(timeout_s)
 
     def _work(self) -> None:
         import torch
 
         # Inference mode lets one thread write tensors that were made in any mode.
         with torch.inference_mode():
-            while (work := self.queue.get()) is not None:
-                if not self._start():
-                    return
+            while (work := self.queue.get()) is not None and self._start():
                 self._perform(work)
                 # Before the next get(): an idle thread must not keep the last kernel's memory.
                 del work
                 self._finish()
+        self._leave()
 
     def _perform(self, work: Kernel | SimEvent | Wait) -> None:
         if isinstance(work, SimEvent):
@@ -98,6 +107,15 @@ class Lane:
             self.is_busy = False
             if self.is_held:
                 CHANGED.notify_all()
+
+    def _leave(self) -> None:
+        # In one go: whoever marks all lanes of a device holds the same lock.
+        with CHANGED:
+            self.device.lanes.discard(self)
+            while not self.queue.empty():
+                work = self.queue.get()
+                if isinstance(work, SimEvent):
+                    work.reach()
 
     def _wait(self, event: SimEvent) -> None:
         with CHANGED:

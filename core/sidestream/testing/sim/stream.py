@@ -76,13 +76,7 @@ class SimStream:
     def mark(self, timing: bool = False) -> SimEvent:
         """Record an event for the simulator's own use; never fails on a test's demand."""
         self.device.raise_fault()
-        return self.mark_unchecked(timing)
-
-    def mark_unchecked(self, timing: bool = False) -> SimEvent:
-        """Record an event also on a device in error, which skips kernels and passes events."""
-        event = SimEvent(self.device, timing)
-        self._lane.queue.put(event)
-        return event
+        return self._lane.mark(timing)
 
     def record_event(self, timing: bool = False) -> SimEvent:
         """Record an event after all work queued here so far.
@@ -122,11 +116,6 @@ class SimStream:
             SimDeviceError: The device is in error, or comes to be while waiting.
         """
         self.mark().wait()
-
-    def abandon(self, timeout_s: float) -> None:
-        """End the thread without finishing what is queued; for the interpreter's exit."""
-        self._lane.abandon()
-        self._lane.thread.join(timeout_s)
 
     def __enter__(self) -> SimStream:
         CURRENT.enter(self)
