@@ -83,9 +83,9 @@ class _Registration:
     """Whether this process has the device type; done once, by the first who needs it."""
 
     def __init__(self) -> None:
-        # Guards the rest: two threads may touch their first device at the same time.
+        # Held while registering: two threads may touch their first device at the same time.
         self._lock: Final = threading.Lock()
-        # Torch drops the operators when their libraries are collected.
+        # Empty until all is done. Torch drops the operators when their libraries are collected.
         self._libraries: list[Any] = []
         self._pid = 0
 
@@ -95,7 +95,7 @@ class _Registration:
         with self._lock:
             if not self._libraries:
                 _register_device_type()
-                self._libraries = _register_factories()
+                libraries = _register_factories()
                 for device in DEVICES:
                     device.torch_device = torch.device(PLATFORM, device.index)
                     device.generator = torch.Generator()
@@ -103,6 +103,7 @@ class _Registration:
                 os.register_at_fork(after_in_child=_forsake_child)
                 self._pid = os.getpid()
                 atexit.register(self._end_threads)
+                self._libraries = libraries  # last: other threads go by it without the lock
 
     def _end_threads(self) -> None:
         # Daemon threads inside torch while the interpreter goes down would crash it.

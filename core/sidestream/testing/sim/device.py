@@ -22,7 +22,7 @@ DEVICE_COUNT: Final = 4
 class SimDevice:
     """One device.
 
-    States: well, or in error from the first failing kernel on; only :meth:`reset` leads back.
+    States: well, or in error from the first failing kernel on; only :meth:`recover` leads back.
     In error it skips kernels, still passes events, and every call on it raises.
     """
 
@@ -47,8 +47,9 @@ class SimDevice:
             weakref.WeakValueDictionary()
         )
         self._side_streams_made = 0
-        # Guards the three above. Not CHANGED: a starting thread may need that one.
+        # Guards the three above. Not CHANGED, which all streams need while a new thread starts.
         self._making: Final = threading.Lock()
+        # CHANGED guards these two.
         self._withheld: Final[list[SimEvent]] = []
         self._used_bytes = 0
         # Sizes of freed allocations. Finalizers append to it: they may take no lock.
@@ -123,7 +124,7 @@ class SimDevice:
         )
 
     def withhold(self, event: SimEvent) -> SimEvent:
-        """Keep an event that is never to be reached, for :meth:`reset`."""
+        """Keep an event that nothing shall reach but :meth:`unblock`."""
         with CHANGED:
             self._withheld.append(event)
         return event

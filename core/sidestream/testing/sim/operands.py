@@ -21,21 +21,25 @@ class Operands:
 
     Raises:
         RuntimeError: Tensors of several devices, or of the host, where one device is needed.
+        NotImplementedError: No tensor is on a simulated device.
     """
 
-    __slots__ = ("_mixes_host", "args", "device", "key", "kwargs", "stream", "tensors")
+    __slots__ = ("_mixes_host", "_seen", "args", "device", "key", "kwargs", "stream", "tensors")
+    #: The device of the device tensors, and the calling thread's stream there.
+    device: SimDevice
+    stream: SimStream
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], mixes_host: bool) -> None:
         self._mixes_host = mixes_host
-        #: The device of the first device tensor, and the calling thread's stream there.
-        self.device: SimDevice | None = None
-        self.stream: SimStream | None = None
+        self._seen: SimDevice | None = None
         #: Every tensor as it was given, in order.
         self.tensors: list[torch.Tensor] = []
         #: All that decides the layout of the results.
         self.key: list[object] = []
         self.args = [self._take(value) for value in args]
         self.kwargs = {name: self._take_named(name, value) for name, value in kwargs.items()}
+        if self._seen is None:
+            raise NotImplementedError("The operator was given no tensor on a simulated device.")
 
     def _take_named(self, name: str, value: Any) -> Any:
         self.key.append(name)
@@ -56,7 +60,7 @@ class Operands:
         return value
 
     def _take_device_tensor(self, tensor: SimTensor) -> torch.Tensor:
-        if tensor.sim_device is not self.device:
+        if tensor.sim_device is not self._seen:
             self._enter(tensor.sim_device)
         tensor.allocation.used_by(self.stream)
         memory = tensor.memory
@@ -76,9 +80,10 @@ class Operands:
         return tensor.detach().clone()
 
     def _enter(self, device: SimDevice) -> None:
-        if self.device is not None:
+        if self._seen is not None:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{self.device.name} and {device.name}."
+                f"{self._seen.name} and {device.name}."
             )
-        self.device, self.stream = device, device.current_stream
+        self._seen = self.device = device
+        self.stream = device.current_stream

@@ -46,8 +46,6 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if trait.kind is Kind.DECOMPOSE:
         return func.decompose(*args, **kwargs)
     operands = Operands(args, kwargs, trait.mixes_host)
-    if operands.device is None or operands.stream is None:
-        raise NotImplementedError(f"{func} was called without a tensor on a simulated device.")
     if trait.kind is Kind.VIEW:
         return _view(func, operands)
     if trait.kind is Kind.RESHAPE:
@@ -61,7 +59,6 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _launch(func: Any, trait: Trait, layout: Layout, operands: Operands) -> Any:
-    assert operands.device is not None
     device = operands.device
     args, kwargs = operands.args, operands.kwargs
     where = kwargs.get("device")
@@ -118,11 +115,8 @@ def _make_elsewhere(func: Any, where: torch.device, operands: Operands) -> Any:
 
 
 def _wait(func: Any, operands: Operands) -> Any:
-    assert operands.stream is not None
-    args, kwargs = operands.args, operands.kwargs
+    device, args, kwargs = operands.device, operands.args, operands.kwargs
     result = read(operands.stream, str(func), lambda: func(*args, **kwargs))
-    device = operands.device
-    assert device is not None
     return tree_map_only(torch.Tensor, lambda t: wrap(t, device, adopt(device, t)), result)
 
 
