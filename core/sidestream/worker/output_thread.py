@@ -30,6 +30,7 @@ from sidestream.platforms.device import DeviceEvent, SideStream
 from sidestream.platforms.platform import Platform
 from sidestream.request import OutputTimings
 from sidestream.transport.packing import Packed, pack
+from sidestream.worker.device_clock import DeviceClock
 from sidestream.worker.sink import Destination, OutputLabel, OutputSink
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ class OutputTransfer:
         self.sink = sink
         self._on_device_lost = on_device_lost
         self._warned = False
+        self._clock = DeviceClock()
+
+    def start_clock(self, stream: SideStream | None) -> None:
+        """Set the device's clock by the host's, on the thread that will copy."""
+        if stream is not None:
+            self._clock.start(stream.record_event(timing=True))
 
     def prepare(
         self,
@@ -156,7 +163,24 @@ class OutputTransfer:
             job.packed.write(destination.buffer, non_blocking=True)
             ended = self.record()
         self._await(ended)
-        return _device_times(job, begun, ended, started_at)
+        return self._device_times(job, begun, ended, started_at)
+
+    def _device_times(
+        self,
+        job: OutputJob,
+        begun: DeviceEvent | None,
+        ended: DeviceEvent | None,
+        started_at: float,
+    ) -> OutputTimings:
+        timings = _host_times(job.timings, started_at, job.packed.leaf_nbytes)
+        if ended is None:
+            return timings
+        placed = self._clock.place(ended, begun, job.event, job.started)
+        names = ("copy_ended_at", "copy_started_at", "forward_ended_at", "forward_started_at")
+        known: dict[str, Any] = {
+            name: at for name, at in zip(names, placed, strict=True) if at is not None
+        }
+        return replace(timings, **known)
 
     def _await(self, event: DeviceEvent | None) -> None:
         # None: record() has synchronized the device, so the copy is done.
@@ -326,6 +350,7 @@ class AsyncOutputThread:
         try:
             platform.set_device(self.device)
             stream = platform.side_stream(self.device, self._priority)
+            self.transfer.start_clock(stream)
         except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
             self._started.set_exception(error)
             return
@@ -356,40 +381,3 @@ def _host_times(timings: OutputTimings, started_at: float, nbytes: int) -> Outpu
     return replace(
         timings, copy_started_at=started_at, copy_ended_at=time.monotonic(), nbytes=nbytes
     )
-
-
-def _device_times(
-    job: OutputJob,
-    begun: DeviceEvent | None,
-    ended: DeviceEvent | None,
-    started_at: float,
-) -> OutputTimings:
-    """Put the device's times on the host's clock.
-
-    The copy's end was just seen by the host; all other events are placed by their distance to it.
-    """
-    now = time.monotonic()
-    values: dict[str, Any] = {
-        "copy_started_at": started_at,
-        "copy_ended_at": now,
-        "nbytes": job.packed.leaf_nbytes,
-    }
-    if ended is not None:
-        for name, event in (
-            ("copy_started_at", begun),
-            ("forward_ended_at", job.event),
-            ("forward_started_at", job.started),
-        ):
-            before = None if event is None else _elapsed_s(ended, event)
-            if before is not None:
-                values[name] = now - before
-    return replace(job.timings, **values)
-
-
-def _elapsed_s(later: DeviceEvent, earlier: DeviceEvent) -> float | None:
-    try:
-        return later.elapsed_s(earlier)
-    except DEVICE_ERRORS as error:
-        # Times are for people who look at them: no output fails for one.
-        logger.debug("Two events could not be timed: %s", error)
-        return None
