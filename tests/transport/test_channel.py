@@ -133,7 +133,10 @@ def test_a_full_socket_refuses_a_frame_and_takes_it_later(pair, holdings, nbytes
     sent = 0
     while ours.try_send(frame := Frame(kind=1, rpc_id=sent, body=bytes([sent % 251]) * nbytes)):
         sent += 1
+    waiting = holdings()[0] - before
+    assert waiting == (nbytes > MAX_INLINE_BYTES)  # copied once, and kept for the next attempt
     assert not ours.try_send(frame)
+    assert holdings()[0] - before == waiting
     for expected in range(sent):
         assert theirs.receive().rpc_id == expected
     assert ours.try_send(frame)

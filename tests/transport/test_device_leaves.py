@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestream.transport.arena import SlotPool
 from sidestream.transport.packing import detach_copy, pack, pack_bytes, unpack, unpack_bytes
@@ -34,6 +35,20 @@ def side(sim, device):
 
 def read(packed, slot):
     return unpack(packed.head, slot.buffer.numpy())
+
+
+class Copies(TorchDispatchMode):
+    """Sees what ``copy_`` is asked to copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            source = args[1]
+            self.sources.append((source.is_conj(), source.is_neg(), source.is_contiguous()))
+        return func(*args, **(kwargs or {}))
 
 
 LAYOUTS = {
@@ -99,10 +114,12 @@ def test_a_pending_sign_is_carried_out_on_the_device(sim, device, pool, side, la
     slot = pool.acquire(packed.nbytes)
     side.wait_event(sim.record_device_event(device, False))
     side.hold()
-    with side:
+    with side, Copies() as copies:
         packed.write(slot.buffer)
         copied = side.record_event()
     side.release()
+    # torch would carry it out on the host, right after it queued a copy that has not run yet.
+    assert copies.sources == [(False, False, True)]
     assert copied.wait(60)
     assert torch.equal(read(packed, slot), lazy(values).resolve_conj().resolve_neg())
 

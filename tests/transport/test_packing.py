@@ -471,17 +471,16 @@ def test_copies_release_the_gil(monkeypatch):
     thread = threading.Thread(target=count)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # nobody is made to give the GIL up
+    moved = []
     try:
         thread.start()
-        moved = []
-        for _ in range(200):
+        for _ in range(30):
             before = counted
             packed.write(memory)
             moved.append(counted - before)
-            if moved[-1] > 1:
-                break
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
-    assert moved[-1] > 1
+    # A handful comes through anyway, since torch lets go of the GIL for each slice it makes.
+    assert sum(steps > 50 for steps in moved) >= 3

@@ -33,17 +33,16 @@ _PLAIN_KINDS: Final = "biufcmMSU"
 class Leaf:
     """One leaf's bytes and their place among the payload's.
 
-    States: borrowed (aliases the caller's memory), private (does not), dropped.
+    States: borrowed (aliases the caller's memory), private (does not).
     """
 
-    __slots__ = ("_borrowed", "_device", "_host", "_queued", "nbytes", "offset")
+    __slots__ = ("_borrowed", "_device", "_host", "nbytes", "offset")
 
     def __init__(
         self, source: np.ndarray[Any, Any] | torch.Tensor, nbytes: int, *, is_borrowed: bool
     ) -> None:
         self._host = source if isinstance(source, np.ndarray) else None
         self._device = source if isinstance(source, torch.Tensor) else None
-        self._queued: list[torch.Tensor] = []
         self._borrowed = is_borrowed
         self.nbytes: Final = nbytes
         #: From the start of the payload's bytes; given when it is placed.
@@ -68,10 +67,9 @@ class Leaf:
     def write(self, destination: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy the bytes into ``destination``, this leaf's own range: 1-D uint8, on the host."""
         if self._device is not None:
+            # What is made here belongs to the current stream, so its memory may go when the call
+            # ends. The leaf itself came from another stream and stays until drop().
             source = _resolve(self._device).contiguous()
-            # Both stay until drop(): what reads them is only queued here, on a stream that their
-            # allocator may know nothing of.
-            self._queued.append(source)
             destination.view(source.dtype).view(source.shape).copy_(
                 source, non_blocking=non_blocking
             )
