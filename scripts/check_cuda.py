@@ -3,14 +3,17 @@
     python scripts/check_cuda.py [--platform cuda] [--size full] [--requests 6] [--json FILE]
 
 One run checks: the README's snippet, the digits checkpoint, and a full-size Qwen-Image of random
-weights, asynchronous against synchronous, bit for bit; that the copy of output N runs during forward
-N+1 by the device's own event times; that each output is one copy into page-locked memory; and what
-the output thread costs while it waits. Exits with 1 when a check fails.
+weights, asynchronous against synchronous, bit for bit; that the copy of output N runs during
+forward N+1 by the device's own event times; that each output is one copy into page-locked memory;
+and what the output thread costs while it waits. It measures requests/s of plain forwards with
+outputs of several sizes as shares of the forward alone. Exits with 1 when a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import json
 import platform as host
 import statistics
@@ -100,66 +103,182 @@ def digits(platform: str) -> None:
 
 
 def qwen(platform: str, size: str, requests: int, resolutions: list[int], steps: int) -> None:
-    """Run the full-size pipeline both ways and compare bits and times."""
-    outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    """Run the full-size pipeline both ways, in alternation, and compare bits and times."""
+    engines = {}
     for way in ("async", "sync"):
-        config = EngineConfig(
-            pipeline="full_size_qwen:FullSizeQwen",
-            pipeline_options={"size": size},
-            platform=platform,
-            async_output=way == "async",
-        )
         begun = time.monotonic()
-        with DiffusionEngine(config) as engine:
-            started_s = time.monotonic() - begun
-            call = engine.executor.collective_rpc
-            print(f"-- qwen {way}: started in {started_s:.0f} s, {call('parameters')[0]:,} params")
-            for pixels in resolutions:
-                work = [
-                    DiffusionRequest(
-                        "p" * (i + 1),
-                        SamplingParams(
-                            height=pixels,
-                            width=pixels,
-                            num_inference_steps=steps,
-                            true_cfg_scale=4.0,
-                            seed=i,
-                        ),
-                    )
-                    for i in range(requests)
-                ]
-                engine.generate(work[:2])  # warm: kernels chosen, arenas made
-                cpu_s, at = call("output_thread_cpu_s")[0]
-                begun = time.monotonic()
-                done = engine.generate(work)
-                wall_s = time.monotonic() - begun
-                cpu_end_s, at_end = call("output_thread_cpu_s")[0]
-                outputs[way, pixels] = [output.output.clone() for output in done]
-                report(way, pixels, done, wall_s, (cpu_end_s - cpu_s) / (at_end - at))
-                if way == "async" and platform == "cuda":
-                    one_copy_each(engine, work[:3], pixels)
+        engines[way] = DiffusionEngine(
+            EngineConfig(
+                pipeline="full_size_qwen:FullSizeQwen",
+                pipeline_options={"size": size},
+                platform=platform,
+                async_output=way == "async",
+            )
+        )
+        parameters = engines[way].executor.collective_rpc("parameters")[0]
+        print(f"-- qwen {way}: up in {time.monotonic() - begun:.0f} s, {parameters:,} parameters")
     for pixels in resolutions:
+        work = [_qwen_request(i, pixels, steps) for i in range(requests)]
+        outputs, rates = {}, collections.defaultdict(list)
+        for way in ("async", "sync"):
+            engines[way].generate(work[:2])  # warm: kernels chosen, arenas made
+        for _ in range(2):
+            for way in ("async", "sync"):
+                done, wall_s, cpu = _series(engines[way], work)
+                rates[way].append(len(done) / wall_s)
+                outputs[way] = done
+                report(way, pixels, done, wall_s, cpu)
+        row(pixels=pixels, **{f"{way}_requests_per_s": max(r) for way, r in rates.items()})
         same = all(
-            torch.equal(a, b)
-            for a, b in zip(outputs["async", pixels], outputs["sync", pixels], strict=True)
+            torch.equal(a.output, b.output)
+            for a, b in zip(outputs["async"], outputs["sync"], strict=True)
         )
         check(f"qwen {pixels} px: async equals sync", same)
+        if platform == "cuda":
+            one_copy_each(engines["async"], work[:3], pixels)
+    for engine in engines.values():
+        engine.close()
+
+
+def _qwen_request(index: int, pixels: int, steps: int) -> DiffusionRequest:
+    params = SamplingParams(
+        height=pixels, width=pixels, num_inference_steps=steps, true_cfg_scale=4.0, seed=index
+    )
+    return DiffusionRequest("p" * (index + 1), params)
+
+
+def _series(
+    engine: DiffusionEngine, work: list[DiffusionRequest]
+) -> tuple[list[Any], float, float]:
+    cpu_s, at = engine.executor.collective_rpc("output_thread_cpu_s")[0]
+    begun = time.monotonic()
+    done = engine.generate(work)
+    wall_s = time.monotonic() - begun
+    cpu_end_s, at_end = engine.executor.collective_rpc("output_thread_cpu_s")[0]
+    return done, wall_s, (cpu_end_s - cpu_s) / (at_end - at)
+
+
+class Burn:
+    """A forward of a given length that makes an output of a given shape."""
+
+    outputs_are_private = True
+
+    @classmethod
+    def load(cls, config: Any) -> Burn:
+        self = cls()
+        self.device = config.device
+        self.shape = tuple(config.options["shape"])
+        self.dtype = getattr(torch, config.options["dtype"])
+        side = 4096 if self.device.type == "cuda" else 64
+        self.matrix = torch.zeros(side, side, device=self.device, dtype=torch.bfloat16)
+        self.rounds = 1
+        if self.device.type == "cuda":
+            self.rounds = self._calibrate(config.options["forward_ms"])
+        return self
+
+    def _calibrate(self, forward_ms: float) -> int:
+        for rounds in (20, 200):
+            torch.cuda.synchronize()
+            begun = time.monotonic()
+            self._burn(rounds)
+            torch.cuda.synchronize()
+            per_round = (time.monotonic() - begun) / rounds
+        return max(1, round(forward_ms / 1e3 / per_round))
+
+    def _burn(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.matrix = self.matrix @ self.matrix
+
+    def forward(self, requests: Any) -> list[torch.Tensor]:
+        self._burn(self.rounds)
+        # A negative seed: the forward alone, for the limit.
+        shape = self.shape if requests[0].sampling_params.seed >= 0 else (1,)
+        fill = requests[0].sampling_params.seed % 100
+        return [torch.full(shape, fill, device=self.device, dtype=self.dtype)]
+
+    def output_thread_cpu_s(self) -> tuple[float, float]:
+        from full_size_qwen import output_thread_cpu_s
+
+        return output_thread_cpu_s()
+
+
+#: name, output's shape, dtype, forward in ms
+WORKLOADS = (
+    ("1024 px uint8", (1, 1024, 1024, 3), "uint8", 20),
+    ("4 x 1024 px float32", (4, 3, 1024, 1024), "float32", 40),
+    ("81 x 720p uint8", (81, 720, 1280, 3), "uint8", 100),
+    ("81 x 720p bfloat16", (81, 3, 720, 1280), "bfloat16", 400),
+)
+
+
+def workloads(platform: str, rounds: int) -> None:
+    """Measure requests/s, asynchronous and synchronous, as shares of the forward alone."""
+    for name, shape, dtype, forward_ms in WORKLOADS:
+        if platform != "cuda":
+            shape, forward_ms = (2, 8, 8, 3), 1
+        engines = {
+            way: DiffusionEngine(
+                EngineConfig(
+                    pipeline="check_cuda:Burn",
+                    pipeline_options={"shape": shape, "dtype": dtype, "forward_ms": forward_ms},
+                    platform=platform,
+                    async_output=way == "async",
+                    host_buffer_bytes=2 << 30,
+                )
+            )
+            for way in ("async", "sync")
+        }
+        count = max(4, min(60, 3000 // forward_ms)) if platform == "cuda" else 3
+        rates = collections.defaultdict(list)
+        last: list[Any] = []
+        for engine in engines.values():
+            list(engine.imap(_burn_requests(4, 0)))
+        for _ in range(rounds):
+            for way, engine, sign in (
+                ("limit", engines["async"], -1),
+                ("async", engines["async"], 1),
+                ("sync", engines["sync"], 1),
+            ):
+                times, right = [], True
+                begun = time.monotonic()
+                for i, output in enumerate(engine.imap(_burn_requests(count, sign))):
+                    right &= sign < 0 or int(output.output.flatten()[-1]) == i % 100
+                    times.append(output.timings)
+                rates[way].append(count / (time.monotonic() - begun))
+                check(f"{name} {way}: right outputs in order", right) if not right else None
+                if way == "async":
+                    last = times
+        limit = statistics.median(rates["limit"])
+        row(
+            workload=name,
+            forward_ms=statistics.median(t.forward_s for t in last) * 1e3,
+            copy_ms=statistics.median(t.copy_s for t in last) * 1e3,
+            limit_per_s=limit,
+            async_share=statistics.median(rates["async"]) / limit,
+            sync_share=statistics.median(rates["sync"]) / limit,
+            carrier=last[-1].carrier,
+        )
+        for engine in engines.values():
+            engine.close()
+
+
+def _burn_requests(count: int, sign: int) -> list[DiffusionRequest]:
+    return [
+        DiffusionRequest("x", SamplingParams(seed=i if sign >= 0 else -1 - i)) for i in range(count)
+    ]
 
 
 def report(way: str, pixels: int, done: list[Any], wall_s: float, cpu_share: float) -> None:
     """Print the figures of one series and check the overlap by event times."""
     times = [output.timings for output in done]
-    gaps = [
-        (b.forward_started_at - a.forward_ended_at) * 1e6
-        for a, b in zip(times, times[1:], strict=False)
-    ]
+    gaps = [(b.forward_started_at - a.forward_ended_at) * 1e6 for a, b in itertools.pairwise(times)]
     hidden = [
         max(
             0.0,
             min(a.copy_ended_at, b.forward_ended_at) - max(a.copy_started_at, b.forward_started_at),
         )
         / (a.copy_ended_at - a.copy_started_at)
-        for a, b in zip(times, times[1:], strict=False)
+        for a, b in itertools.pairwise(times)
     ]
     copy_s = statistics.median(t.copy_s for t in times)
     row(
@@ -228,6 +347,7 @@ def main() -> int:
         arguments.resolutions,
         arguments.steps,
     )
+    workloads(arguments.platform, rounds=5)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({**what, "failures": failures, "table": table}, file, indent=1)

@@ -6,10 +6,13 @@ No checkpoint of 58 GB is at hand on a test machine, and random weights take the
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -90,11 +93,7 @@ class FullSizeQwen(QwenImage):
 
     def output_thread_cpu_s(self) -> tuple[float, float]:
         """Give the output thread's CPU seconds so far, and the time."""
-        for thread in threading.enumerate():
-            if thread.name == "sidestream-output":
-                clock = time.pthread_getcpuclockid(thread.ident)
-                return time.clock_gettime(clock), time.monotonic()
-        return 0.0, time.monotonic()
+        return output_thread_cpu_s()
 
     def start_profile(self) -> None:
         """Record what the device does from now on."""
@@ -107,14 +106,20 @@ class FullSizeQwen(QwenImage):
         """Give the copies between device and host since, as (kind, bytes)."""
         torch.cuda.synchronize()
         self._profile.__exit__(None, None, None)
-        import json
-        import tempfile
-
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             self._profile.export_chrome_trace(file.name)
-            events = json.load(open(file.name))["traceEvents"]
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
         return [
             (event["name"], event["args"].get("bytes", 0))
             for event in events
             if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]
         ]
+
+
+def output_thread_cpu_s() -> tuple[float, float]:
+    """Give the CPU seconds of this process's output thread so far, and the time."""
+    for thread in threading.enumerate():
+        if thread.name == "sidestream-output" and thread.ident is not None:
+            clock = time.pthread_getcpuclockid(thread.ident)
+            return time.clock_gettime(clock), time.monotonic()
+    return 0.0, time.monotonic()
