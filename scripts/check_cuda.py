@@ -127,7 +127,8 @@ def qwen(platform: str, size: str, requests: int, resolutions: list[int], steps:
                 done, wall_s, cpu = _series(engines[way], work)
                 rates[way].append(len(done) / wall_s)
                 outputs[way] = done
-                report(way, pixels, done, wall_s, cpu)
+                is_largest = platform == "cuda" and pixels == max(resolutions)
+                report(way, pixels, done, wall_s, cpu, hidden_expected=is_largest)
         row(pixels=pixels, **{f"{way}_requests_per_s": max(r) for way, r in rates.items()})
         same = all(
             torch.equal(a.output, b.output)
@@ -256,6 +257,8 @@ def workloads(platform: str, rounds: int) -> None:
             limit_per_s=limit,
             async_share=statistics.median(rates["async"]) / limit,
             sync_share=statistics.median(rates["sync"]) / limit,
+            hidden_share=statistics.median(_hidden(last)),
+            device_gap_us=statistics.median(_gaps(last)) * 1e6,
             carrier=last[-1].carrier,
         )
         for engine in engines.values():
@@ -268,18 +271,22 @@ def _burn_requests(count: int, sign: int) -> list[DiffusionRequest]:
     ]
 
 
-def report(way: str, pixels: int, done: list[Any], wall_s: float, cpu_share: float) -> None:
-    """Print the figures of one series and check the overlap by event times."""
+def report(
+    way: str,
+    pixels: int,
+    done: list[Any],
+    wall_s: float,
+    cpu_share: float,
+    *,
+    hidden_expected: bool,
+) -> None:
+    """Print the figures of one series and check the overlap by event times.
+
+    ``hidden_expected``: the device, and not the Python that feeds it, is the limit. Otherwise the
+    device waits for its next kernel anyway, and the copy runs then.
+    """
     times = [output.timings for output in done]
-    gaps = [(b.forward_started_at - a.forward_ended_at) * 1e6 for a, b in itertools.pairwise(times)]
-    hidden = [
-        max(
-            0.0,
-            min(a.copy_ended_at, b.forward_ended_at) - max(a.copy_started_at, b.forward_started_at),
-        )
-        / (a.copy_ended_at - a.copy_started_at)
-        for a, b in itertools.pairwise(times)
-    ]
+    gaps, hidden = _gaps(times), _hidden(times)
     copy_s = statistics.median(t.copy_s for t in times)
     row(
         way=way,
@@ -288,14 +295,15 @@ def report(way: str, pixels: int, done: list[Any], wall_s: float, cpu_share: flo
         forward_ms=statistics.median(t.forward_s for t in times) * 1e3,
         copy_ms=copy_s * 1e3,
         copy_gb_per_s=times[0].nbytes / copy_s / 1e9,
-        device_gap_us=statistics.median(gaps),
+        device_gap_us=statistics.median(gaps) * 1e6,
         hidden_share=statistics.median(hidden),
         output_thread_cpu=cpu_share,
         carrier=times[-1].carrier,
         nbytes=times[0].nbytes,
     )
     if way == "async":
-        check(f"qwen {pixels} px: the copy runs during the next forward", min(hidden) > 0.9)
+        if hidden_expected:
+            check(f"qwen {pixels} px: the copy runs during the next forward", min(hidden) > 0.9)
         check(f"qwen {pixels} px: outputs travel in slots", times[-1].carrier == "slot")
         check(
             f"qwen {pixels} px: bytes are height x width x 3",
@@ -306,6 +314,23 @@ def report(way: str, pixels: int, done: list[Any], wall_s: float, cpu_share: flo
             cpu_share < 0.02,
             f"{cpu_share:.4f} of a core",
         )
+
+
+def _gaps(times: list[Any]) -> list[float]:
+    """Give the seconds from one forward's end to the next one's start, on the device."""
+    return [b.forward_started_at - a.forward_ended_at for a, b in itertools.pairwise(times)]
+
+
+def _hidden(times: list[Any]) -> list[float]:
+    """Give the share of each copy that ran during the next forward."""
+    return [
+        max(
+            0.0,
+            min(a.copy_ended_at, b.forward_ended_at) - max(a.copy_started_at, b.forward_started_at),
+        )
+        / (a.copy_ended_at - a.copy_started_at)
+        for a, b in itertools.pairwise(times)
+    ]
 
 
 def one_copy_each(engine: DiffusionEngine, work: list[DiffusionRequest], pixels: int) -> None:
@@ -324,7 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="cuda")
     parser.add_argument("--size", default="full", choices=["full", "tiny"])
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--resolutions", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--json")
@@ -347,7 +372,7 @@ def main() -> int:
         arguments.resolutions,
         arguments.steps,
     )
-    workloads(arguments.platform, rounds=5)
+    workloads(arguments.platform, rounds=3)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({**what, "failures": failures, "table": table}, file, indent=1)
