@@ -171,7 +171,7 @@ class WorkerAndReader(RuleBasedStateMachine):
         os.close(self.eventfd)
 
 
-WorkerAndReader.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+WorkerAndReader.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestWorkerAndReader = WorkerAndReader.TestCase
 
 

@@ -16,14 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.transport.channel import (
-    MAX_INLINE_BYTES,
-    MAX_OUTPUT_ID_BYTES,
-    Channel,
-    ChannelClosed,
-    Frame,
-    channel_pair,
-)
+from sidestream.transport.channel import Channel, ChannelClosed, Frame, channel_pair
+from sidestream.transport.frame import MAX_INLINE_BYTES, MAX_OUTPUT_ID_BYTES
 from sidestream.transport.memory import HostMemoryError
 
 WORD = st.integers(0, 2**64 - 1)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import bisect
 import mmap
-import os
 import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from sidestream.errors import InternalError
-from sidestream.transport.memory import HostMemoryError, allocate
+from sidestream.transport.block import Arena, Block
+from sidestream.transport.memory import HostMemoryError
 
 if TYPE_CHECKING:
     from sidestream.platforms.device import HostPin
 
-#: Slots start at multiples of this, and so do the leaves in them (``packing.LEAF_ALIGNMENT``).
+#: Slots start at multiples of this, and so do the leaves in them (``leaf.LEAF_ALIGNMENT``).
 SLOT_ALIGNMENT: Final = 256
 #: A returned token on the wire.
 TOKEN: Final = struct.Struct("<Q")
@@ -38,7 +35,7 @@ class Slot:
     States: held (the writer's), announced (the reader's), returned.
     """
 
-    def __init__(self, block: _Block, offset: int, nbytes: int, token: int) -> None:
+    def __init__(self, block: Block, offset: int, nbytes: int, token: int) -> None:
         self._block: Final = block
         self.offset: Final = offset
         self.nbytes: Final = nbytes
@@ -60,7 +57,7 @@ class Slot:
     @property
     def is_one_shot(self) -> bool:
         """Tell whether the memfd is this slot's alone and dies with the reader's last view."""
-        return not isinstance(self._block, _Arena)
+        return not isinstance(self._block, Arena)
 
     @property
     def fd(self) -> int | None:
@@ -102,7 +99,7 @@ class SlotPool:
         """
         self._budget_bytes = budget_bytes
         self._pin = pin
-        self._arenas: dict[int, _Arena] = {}
+        self._arenas: dict[int, Arena] = {}
         self._slots: dict[int, Slot] = {}
         self._dropped: list[int] = []
         self._blocks_made = 0
@@ -136,7 +133,7 @@ class SlotPool:
         arena = self._best_fit(room) or self._grow(room)
         if arena is not None:
             return self._register(arena, arena.take(room), nbytes)
-        block = _Block(self._next_block_id(), max(nbytes, 1))
+        block = Block(self._next_block_id(), max(nbytes, 1))
         self._one_shots += 1
         return self._register(block, 0, nbytes)
 
@@ -155,7 +152,7 @@ class SlotPool:
         if slot is None:
             return False
         block = slot._block
-        if isinstance(block, _Arena):
+        if isinstance(block, Arena):
             block.give_back(slot.offset, _room(slot))
             self._drop_if_spent(block)
         else:
@@ -172,7 +169,7 @@ class SlotPool:
             return False
         self._retired += 1
         block = slot._block
-        if isinstance(block, _Arena):
+        if isinstance(block, Arena):
             block.retire(_room(slot))
             self._drop_if_spent(block)
         else:
@@ -218,18 +215,18 @@ class SlotPool:
         for block in blocks:
             block.close()
 
-    def _register(self, block: _Block, offset: int, nbytes: int) -> Slot:
+    def _register(self, block: Block, offset: int, nbytes: int) -> Slot:
         self._next_token += 1
         slot = Slot(block, offset, nbytes, self._next_token)
         self._slots[slot.token] = slot
         return slot
 
-    def _best_fit(self, room: int) -> _Arena | None:
+    def _best_fit(self, room: int) -> Arena | None:
         fits = ((arena.best_fit(room), arena) for arena in self._arenas.values())
         fitting = [(size, arena.id) for size, arena in fits if size is not None]
         return self._arenas[min(fitting)[1]] if fitting else None
 
-    def _grow(self, room: int) -> _Arena | None:
+    def _grow(self, room: int) -> Arena | None:
         """Add an arena, a small one if there is no memory for a large one, or none."""
         left, least = self._budget_left(), _round_up(room, mmap.PAGESIZE)
         if least > left:
@@ -242,8 +239,8 @@ class SlotPool:
                 continue
         return None
 
-    def _add_arena(self, nbytes: int) -> _Arena:
-        arena = _Arena(self._next_block_id(), nbytes)
+    def _add_arena(self, nbytes: int) -> Arena:
+        arena = Arena(self._next_block_id(), nbytes)
         if self._pin is not None:
             try:
                 arena.lock(self._pin)
@@ -253,7 +250,7 @@ class SlotPool:
         self._arenas[arena.id] = arena
         return arena
 
-    def _drop_if_spent(self, arena: _Arena) -> None:
+    def _drop_if_spent(self, arena: Arena) -> None:
         if arena.is_spent:
             del self._arenas[arena.id]
             self._dropped.append(arena.id)
@@ -269,83 +266,6 @@ class SlotPool:
     def _budget_left(self) -> int:
         left = self._budget_bytes - self._arena_bytes()
         return max(0, left // mmap.PAGESIZE * mmap.PAGESIZE)
-
-
-class _Block:
-    """A mapped memfd, with its descriptor until the reader was told of it."""
-
-    def __init__(self, block_id: int, nbytes: int) -> None:
-        self.id: Final = block_id
-        self.nbytes: Final = nbytes
-        fd, self._mapping = allocate(nbytes)
-        self.fd: int | None = fd
-        self.buffer = torch.from_numpy(self._mapping.array(0, nbytes))
-        self._pin: HostPin | None = None
-
-    def lock(self, pin: Callable[[int, int], HostPin | None]) -> None:
-        self._pin = pin(self._mapping.address, self.nbytes)
-
-    def close_fd(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-
-    def close(self) -> None:
-        """Unlock, then let go; it is unmapped with the last slot that still refers to it."""
-        self.close_fd()
-        pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.close()
-
-
-class _Arena(_Block):
-    """A block that holds many slots; keeps its free ranges sorted and merged."""
-
-    def __init__(self, block_id: int, nbytes: int) -> None:
-        super().__init__(block_id, nbytes)
-        #: (offset, size), by offset; no two touch.
-        self.free_ranges: list[tuple[int, int]] = [(0, nbytes)]
-        self._in_use = 0
-        self._retired_bytes = 0
-
-    @property
-    def is_spent(self) -> bool:
-        """Tell whether it is more useful as free memory."""
-        return not self._in_use and 2 * self._retired_bytes >= self.nbytes
-
-    def best_fit(self, room: int) -> int | None:
-        """Give the size of the smallest free range of at least ``room``."""
-        return min((size for _, size in self.free_ranges if size >= room), default=None)
-
-    def take(self, room: int) -> int:
-        """Take ``room`` from the smallest range that has it; gives the offset."""
-        index = min(
-            (i for i, (_, size) in enumerate(self.free_ranges) if size >= room),
-            key=lambda i: self.free_ranges[i][1],
-        )
-        offset, size = self.free_ranges[index]
-        rest = [(offset + room, size - room)] if size > room else []
-        self.free_ranges[index : index + 1] = rest
-        self._in_use += 1
-        return offset
-
-    def give_back(self, offset: int, room: int) -> None:
-        """Free a range and merge it with its neighbors."""
-        self._in_use -= 1
-        ranges = self.free_ranges
-        index = bisect.bisect(ranges, (offset, room))
-        if index < len(ranges) and ranges[index][0] == offset + room:
-            room += ranges.pop(index)[1]
-        if index and sum(ranges[index - 1]) == offset:
-            offset, before = ranges.pop(index - 1)
-            room += before
-            index -= 1
-        ranges.insert(index, (offset, room))
-
-    def retire(self, room: int) -> None:
-        """Never give a range out again."""
-        self._in_use -= 1
-        self._retired_bytes += room
 
 
 def _room(slot: Slot) -> int:

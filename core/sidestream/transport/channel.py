@@ -11,27 +11,16 @@ import errno
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from sidestream.errors import SidestreamError
-from sidestream.transport.memory import HostMemoryError, attach, share
+from sidestream.transport import frame as frames
+from sidestream.transport.frame import Frame
 
-#: Larger bodies travel as a memfd with the message: a socket takes no message over its send buffer
-#: (212,992 bytes by default), and one large one would keep the small ones waiting.
-MAX_INLINE_BYTES: Final = 64 << 10
-MAX_OUTPUT_ID_BYTES: Final = 1 << 10
+__all__ = ["Channel", "ChannelClosed", "Frame", "channel_pair"]
 
-_VERSION: Final = 1
-#: Version, kind, flags, bytes of the output id; rpc id, attempt; arena id, offset, nbytes, token,
-#: arena_nbytes; bytes of the body.
-_HEADER: Final = struct.Struct("<BBHIQQQQQQQQ")
-_MAX_MESSAGE_BYTES: Final = _HEADER.size + MAX_OUTPUT_ID_BYTES + MAX_INLINE_BYTES
-
-_ONE_SHOT, _SLOT_FD, _BODY_FD = 1, 2, 4
 _MAX_FDS: Final = 2
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
@@ -41,31 +30,6 @@ _DESCRIPTORS_RETRY_S: Final = 0.001
 
 class ChannelClosed(SidestreamError, ConnectionError):
     """The other end is gone, or the connection can't be trusted any more."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One message.
-
-    The slot fields are meant if ``token`` is not 0; they are those of ``arena.Slot`` and of
-    ``ArenaMap.lease``. Who sends a frame keeps ``slot_fd``, who receives one owns it.
-    """
-
-    kind: int
-    rpc_id: int = 0
-    attempt: int = 0
-    output_id: str = ""
-    arena_id: int = 0
-    offset: int = 0
-    nbytes: int = 0
-    token: int = 0
-    arena_nbytes: int = 0
-    is_one_shot: bool = False
-    #: Any bytes; a received body of more than ``MAX_INLINE_BYTES`` is a writable mapping.
-    body: bytes | memoryview = b""
-    slot_fd: int | None = None
-    #: Why ``body`` is empty though one was sent: this process could not map it.
-    body_error: HostMemoryError | None = None
 
 
 class Channel:
@@ -117,9 +81,9 @@ class Channel:
             ChannelClosed: The other end is gone.
             HostMemoryError: There is no memory for a large body; nothing was sent.
         """
-        body_fd = _body_fd(frame)
+        body_fd = frames.body_fd(frame)
         try:
-            self._send(_parts(frame, body_fd), _descriptors(frame, body_fd))
+            self._send(frames.encode(frame, body_fd), frames.descriptors(frame, body_fd))
         finally:
             if body_fd is not None:
                 os.close(body_fd)
@@ -135,10 +99,12 @@ class Channel:
         """
         body_fd = self._take_waiting(frame)
         if body_fd is None:
-            body_fd = _body_fd(frame)
+            body_fd = frames.body_fd(frame)
         is_sent = False
         try:
-            is_sent = self._try_send(_parts(frame, body_fd), _descriptors(frame, body_fd))
+            is_sent = self._try_send(
+                frames.encode(frame, body_fd), frames.descriptors(frame, body_fd)
+            )
         except BaseException:
             if body_fd is not None:
                 os.close(body_fd)
@@ -160,7 +126,9 @@ class Channel:
         fds: list[int] = []
         try:
             data = self._receive(fds)
-            return None if data is None else _parse(data, fds)
+            return None if data is None else frames.decode(data, fds)
+        except ValueError as error:
+            raise ChannelClosed(f"{error} The connection can't be trusted any more.") from error
         finally:
             for fd in fds:
                 os.close(fd)
@@ -215,7 +183,7 @@ class Channel:
         while True:
             try:
                 data, ancillary, state, _ = self._socket.recvmsg(
-                    _MAX_MESSAGE_BYTES + 1, _ANCILLARY_BYTES, flags
+                    frames.MAX_MESSAGE_BYTES + 1, _ANCILLARY_BYTES, flags
                 )
             except BlockingIOError:
                 return None
@@ -266,81 +234,3 @@ def channel_pair() -> tuple[Channel, Channel]:
 
 def _attach_channel(connection: socket.socket, is_blocking: bool) -> Channel:
     return Channel(connection, is_blocking=is_blocking)
-
-
-# --- frames and bytes -------------------------------------------------------------------------
-
-
-def _body_fd(frame: Frame) -> int | None:
-    return share(frame.body) if len(frame.body) > MAX_INLINE_BYTES else None
-
-
-def _descriptors(frame: Frame, body_fd: int | None) -> list[int]:
-    return [fd for fd in (frame.slot_fd, body_fd) if fd is not None]
-
-
-def _parts(frame: Frame, body_fd: int | None) -> list[bytes | memoryview]:
-    output_id = frame.output_id.encode()
-    if len(output_id) > MAX_OUTPUT_ID_BYTES:
-        raise ValueError(
-            f"An output id of {len(output_id)} bytes is too long; allowed: {MAX_OUTPUT_ID_BYTES}."
-        )
-    flags = _ONE_SHOT if frame.is_one_shot else 0
-    flags |= _SLOT_FD if frame.slot_fd is not None else 0
-    flags |= _BODY_FD if body_fd is not None else 0
-    header = _HEADER.pack(
-        _VERSION,
-        frame.kind,
-        flags,
-        len(output_id),
-        frame.rpc_id,
-        frame.attempt,
-        frame.arena_id,
-        frame.offset,
-        frame.nbytes,
-        frame.token,
-        frame.arena_nbytes,
-        len(frame.body),
-    )
-    return [header, output_id] if body_fd is not None else [header, output_id, frame.body]
-
-
-def _parse(data: bytes, fds: list[int]) -> Frame:
-    """Make a frame of a message; takes the slot's descriptor out of ``fds``."""
-    if len(data) < _HEADER.size or data[0] != _VERSION:
-        raise ChannelClosed(
-            f"A message of {len(data)} bytes and version {data[0]} arrived where version "
-            f"{_VERSION} is spoken: the other end runs another version of sidestream."
-        )
-    _, kind, flags, id_nbytes, rpc_id, attempt, *slot, body_nbytes = _HEADER.unpack_from(data)
-    arena_id, offset, nbytes, token, arena_nbytes = slot
-    expected = bool(flags & _SLOT_FD) + bool(flags & _BODY_FD)
-    start = _HEADER.size + id_nbytes
-    if len(fds) != expected or (not flags & _BODY_FD and len(data) != start + body_nbytes):
-        raise ChannelClosed(
-            f"A message of {len(data)} bytes with {len(fds)} descriptors arrived where its header "
-            f"announces {start + body_nbytes} and {expected}."
-        )
-    body: bytes | memoryview = data[start:]
-    body_error = None
-    if flags & _BODY_FD:
-        try:
-            # Private: its receiver may change it, what it shares with the sender is sealed.
-            body = attach(fds[-1], body_nbytes, is_private=True).view()
-        except HostMemoryError as error:
-            body_error = error  # the header says whose it is, and who waits has to be told
-    return Frame(
-        kind=kind,
-        rpc_id=rpc_id,
-        attempt=attempt,
-        output_id=data[_HEADER.size : start].decode(),
-        arena_id=arena_id,
-        offset=offset,
-        nbytes=nbytes,
-        token=token,
-        arena_nbytes=arena_nbytes,
-        is_one_shot=bool(flags & _ONE_SHOT),
-        body=body,
-        slot_fd=fds.pop(0) if flags & _SLOT_FD else None,
-        body_error=body_error,
-    )

@@ -15,6 +15,8 @@ import torch
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+#: Leaves start at multiples of this: whole cache lines, and enough for any device's copy engine.
+LEAF_ALIGNMENT: Final = 256
 #: Shorter byte strings cost more as leaves than inside the head.
 MIN_LEAF_BYTES: Final = 16 << 10
 
@@ -47,6 +49,11 @@ class Leaf:
         self.nbytes: Final = nbytes
         #: From the start of the payload's bytes; given when it is placed.
         self.offset = 0
+
+    @property
+    def room(self) -> int:
+        """Give the bytes that it takes up among others."""
+        return self.nbytes + padding(self.nbytes)
 
     @property
     def is_on_device(self) -> bool:
@@ -86,6 +93,11 @@ class Leaf:
         copy = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         self.write(copy, non_blocking=False)
         return copy.numpy()
+
+
+def padding(nbytes: int) -> int:
+    """Give the bytes to the next place where a leaf may start."""
+    return -nbytes % LEAF_ALIGNMENT
 
 
 def _resolve(tensor: torch.Tensor) -> torch.Tensor:

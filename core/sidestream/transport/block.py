@@ -1,0 +1,94 @@
+"""Memfds that a worker writes to: whole, or divided into ranges."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sidestream.transport.memory import allocate
+
+if TYPE_CHECKING:
+    from sidestream.platforms.device import HostPin
+
+
+class Block:
+    """A mapped memfd, with its descriptor until the reader was told of it."""
+
+    def __init__(self, block_id: int, nbytes: int) -> None:
+        self.id: Final = block_id
+        self.nbytes: Final = nbytes
+        fd, self._mapping = allocate(nbytes)
+        self.fd: int | None = fd
+        self.buffer = torch.from_numpy(self._mapping.array(0, nbytes))
+        self._pin: HostPin | None = None
+
+    def lock(self, pin: Callable[[int, int], HostPin | None]) -> None:
+        """Page-lock it, once: that costs more than many copies."""
+        self._pin = pin(self._mapping.address, self.nbytes)
+
+    def close_fd(self) -> None:
+        """Close the descriptor: the reader has one of its own, or a mapping. Idempotent."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def close(self) -> None:
+        """Unlock, then let go; it is unmapped with the last slot that still refers to it."""
+        self.close_fd()
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+
+
+class Arena(Block):
+    """A block that holds many slots; keeps its free ranges sorted and merged."""
+
+    def __init__(self, block_id: int, nbytes: int) -> None:
+        super().__init__(block_id, nbytes)
+        #: (offset, size), by offset; no two touch.
+        self.free_ranges: list[tuple[int, int]] = [(0, nbytes)]
+        self._in_use = 0
+        self._retired_bytes = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Tell whether it is more useful as free memory."""
+        return not self._in_use and 2 * self._retired_bytes >= self.nbytes
+
+    def best_fit(self, room: int) -> int | None:
+        """Give the size of the smallest free range of at least ``room``."""
+        return min((size for _, size in self.free_ranges if size >= room), default=None)
+
+    def take(self, room: int) -> int:
+        """Take ``room`` from the smallest range that has it; gives the offset."""
+        index = min(
+            (i for i, (_, size) in enumerate(self.free_ranges) if size >= room),
+            key=lambda i: self.free_ranges[i][1],
+        )
+        offset, size = self.free_ranges[index]
+        rest = [(offset + room, size - room)] if size > room else []
+        self.free_ranges[index : index + 1] = rest
+        self._in_use += 1
+        return offset
+
+    def give_back(self, offset: int, room: int) -> None:
+        """Free a range and merge it with its neighbors."""
+        self._in_use -= 1
+        ranges = self.free_ranges
+        index = bisect.bisect(ranges, (offset, room))
+        if index < len(ranges) and ranges[index][0] == offset + room:
+            room += ranges.pop(index)[1]
+        if index and sum(ranges[index - 1]) == offset:
+            offset, before = ranges.pop(index - 1)
+            room += before
+            index -= 1
+        ranges.insert(index, (offset, room))
+
+    def retire(self, room: int) -> None:
+        """Never give a range out again."""
+        self._in_use -= 1
+        self._retired_bytes += room

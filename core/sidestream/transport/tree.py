@@ -1,0 +1,213 @@
+"""Trees of any objects as a pickle with holes, in which the leaves were.
+
+Each leaf is a persistent id of the pickle: a number, its kind, its place among the leaves' bytes,
+and how to rebuild it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from sidestream.errors import SidestreamError
+from sidestream.transport import leaf as leaves
+from sidestream.transport.leaf import MIN_LEAF_BYTES, Bytes, Leaf
+
+_TENSOR, _ARRAY, _BYTES, _BYTEARRAY = range(4)
+#: Types that are never leaves, by far the most of a tree's nodes.
+_COMMON: Final = frozenset({str, int, float, bool, type(None), dict, list, tuple})
+_EMPTY: Final[Bytes] = np.empty(0, dtype=np.uint8)
+
+
+class PackingError(SidestreamError, ValueError):
+    """A payload holds something that can't travel; nothing is left behind."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        #: Where it is in the tree, such as ``output['frames'][3]``.
+        self.path = path
+        self.reason = reason
+
+
+class UnpackingError(SidestreamError, ValueError):
+    """A payload arrived but can't be rebuilt in this process; ``__cause__`` says why."""
+
+
+class _Refused(Exception):
+    """Something in the tree has no bytes that could travel."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree and pulls its leaves out; the same leaf twice is pulled out once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.leaves: list[Leaf] = []
+        self._nbytes = 0
+        # By identity, with the object itself, which must outlive its id.
+        self._known: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        cls = type(obj)
+        if cls in _COMMON:
+            return None
+        if isinstance(obj, torch.Tensor):
+            kind = _TENSOR
+        elif cls is np.ndarray or cls is np.memmap:
+            if obj.dtype.hasobject:
+                return None  # pickle walks its elements
+            kind = _ARRAY
+        elif (cls is bytes or cls is bytearray) and len(obj) >= MIN_LEAF_BYTES:
+            kind = _BYTES if cls is bytes else _BYTEARRAY
+        else:
+            return None
+        known = self._known.get(id(obj))
+        if known is None:
+            pid = self._pull_out(kind, obj)
+            self._known[id(obj)] = known = obj, pid
+        return known[1]
+
+    def _pull_out(self, kind: int, obj: Any) -> tuple[Any, ...]:
+        leaf: Leaf | None
+        rebuild: tuple[Any, ...] = ()
+        if kind == _TENSOR:
+            reason = leaves.refusal(obj)
+            if reason is not None:
+                raise _Refused(f"this tensor can't travel: {reason}.")
+            leaf, rebuild = leaves.from_tensor(obj)
+        elif kind == _ARRAY:
+            leaf, rebuild = leaves.from_array(obj)
+        else:
+            leaf = leaves.from_bytes(obj)
+        number = len(self._known)
+        if leaf is None:
+            return number, kind, 0, 0, rebuild
+        leaf.offset = self._nbytes
+        self._nbytes += leaf.room
+        self.leaves.append(leaf)
+        return number, kind, leaf.offset, leaf.nbytes, rebuild
+
+
+def dump(tree: Any, root: str) -> tuple[bytes, list[Leaf]]:
+    """Pickle everything but the leaves.
+
+    Raises:
+        PackingError: Something can't travel; names where it is.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(tree)
+    except Exception as error:  # noqa: BLE001 - boundary: classes of the payload run code here
+        path, cause = _find_culprit(tree, root, error)
+        raise PackingError(path, _explain(cause)) from cause
+    return buffer.getvalue(), pickler.leaves
+
+
+def _explain(cause: Exception) -> str:
+    if isinstance(cause, _Refused):
+        return str(cause)
+    if isinstance(cause, RecursionError):
+        return "this is nested too deeply to be pickled."
+    return (
+        f"this can't be sent to another process ({type(cause).__name__}: {cause}). "
+        "Send tensors, arrays, images and plain objects of importable classes."
+    )
+
+
+def _find_culprit(tree: Any, path: str, error: Exception) -> tuple[str, Exception]:
+    """Walk a tree that failed to pickle down to the part that fails by itself."""
+    seen = {id(tree)}
+    # Of a tree that is too deep every part is, for thousands of levels: its root says enough.
+    while not isinstance(error, RecursionError):
+        for step, child in _children(tree):
+            if id(child) not in seen and (failure := _failure(child)) is not None:
+                seen.add(id(child))
+                tree, path, error = child, path + step, failure
+                break
+        else:
+            break
+    return path, error
+
+
+def _failure(tree: Any) -> Exception | None:
+    try:
+        _Pickler(io.BytesIO()).dump(tree)
+    except Exception as error:  # noqa: BLE001 - boundary: as in dump
+        return error
+    return None
+
+
+def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, torch.Tensor):
+        return
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield f"[{reprlib.repr(key)}]", value
+            yield f" key {reprlib.repr(key)}", key
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        yield from ((f".{name}", value) for name, value in zip(tree._fields, tree, strict=True))
+    elif isinstance(tree, list | tuple):
+        yield from ((f"[{i}]", value) for i, value in enumerate(tree))
+    elif isinstance(tree, Set):
+        yield from ((f"{{{reprlib.repr(value)}}}", value) for value in tree)
+    elif isinstance(tree, np.ndarray):
+        if tree.dtype.hasobject:
+            yield from (
+                (f"[{', '.join(map(str, place))}]", value) for place, value in np.ndenumerate(tree)
+            )
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                yield f".{field.name}", getattr(tree, field.name)
+    elif not isinstance(tree, type):
+        yield from ((f".{name}", value) for name, value in getattr(tree, "__dict__", {}).items())
+
+
+# --- rebuilding -------------------------------------------------------------------------------
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> None:
+        super().__init__(io.BytesIO(head))
+        self._find = find
+        self._known: dict[int, Any] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        number, kind, offset, nbytes, rebuild = pid
+        if number not in self._known:
+            memory = self._find(offset, nbytes) if nbytes else _EMPTY
+            self._known[number] = self._put_together(kind, memory, rebuild)
+        return self._known[number]
+
+    @staticmethod
+    def _put_together(kind: int, memory: Bytes, rebuild: tuple[Any, ...]) -> Any:
+        if kind == _TENSOR:
+            return leaves.to_tensor(memory, rebuild)
+        if kind == _ARRAY:
+            return leaves.to_array(memory, rebuild)
+        return memory.tobytes() if kind == _BYTES else bytearray(memory.data)
+
+
+def load(head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> Any:
+    """Rebuild a tree; ``find(offset, nbytes)`` gives the memory of each leaf.
+
+    Raises:
+        UnpackingError: A class can't be imported here, or refuses its own state.
+    """
+    try:
+        return _Unpickler(head, find).load()
+    except MemoryError:
+        raise
+    except Exception as error:  # boundary: classes of the payload run their own code here
+        raise UnpackingError(
+            f"A payload can't be rebuilt in this process ({type(error).__name__}: {error}). Its "
+            "classes have to be importable on both sides: not from a script's __main__."
+        ) from error
