@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
+import functools
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.config import EngineConfig
-from sidestream.errors import EngineClosedError, InvalidRequestError, MissingDependencyError
+from sidestream.errors import InvalidRequestError, MissingDependencyError
 from sidestream.handle import RequestHandle
 from sidestream.request import DiffusionRequest, SamplingParams
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from sidestream.output import DiffusionOutput
 
 _MAX_SEED: Final = (1 << 63) - 1
-_ATEXIT_TIMEOUT_S: Final = 2.0
+#: How long a running forward may take to finish when the process wants to end.
+_EXIT_TIMEOUT_S: Final = 2.0
 
 PromptOrRequest = str | DiffusionRequest
 
@@ -56,14 +58,18 @@ class DiffusionEngine:
         from sidestream.platforms.platform import load_platform
 
         self.config = config
-        self._pid = os.getpid()
         self._source = find_source(config.model, config.pipeline)
         self.platform = load_platform(config.platform)
         self.executor: Executor = self._make_executor()
         self._loop = EngineLoop(config, self.executor)
-        self.executor.start()
-        self._loop.start()
-        _close_at_exit(self)
+        try:
+            self.executor.start()
+            self._loop.start()
+            _open_engines().add(self)
+        except BaseException:
+            # Also KeyboardInterrupt, and no room for a thread: the caller gets no engine to close.
+            self.executor.shutdown(timeout_s=0.0)
+            raise
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **config: Any) -> DiffusionEngine:
@@ -89,8 +95,10 @@ class DiffusionEngine:
             slot_budget_bytes=config.host_buffer_bytes,
         )
         if config.executor == "uniproc":
-            return UniprocExecutor(settings, dispatch_depth=config.dispatch_depth)
-        return MultiprocExecutor(
+            kind: type[UniprocExecutor] | type[MultiprocExecutor] = UniprocExecutor
+        else:
+            kind = MultiprocExecutor
+        return kind(
             settings,
             dispatch_depth=config.dispatch_depth,
             start_timeout_s=config.start_timeout_s,
@@ -109,7 +117,7 @@ class DiffusionEngine:
             QueueFullError: ``max_queued_requests`` are waiting.
             EngineClosedError, WorkerDiedError: The engine takes no more work.
         """
-        self._check_process()
+        self.executor.check_process()
         self._loop.check_open()
         if not isinstance(request, DiffusionRequest):
             raise InvalidRequestError(
@@ -152,6 +160,7 @@ class DiffusionEngine:
         **params: Any,
     ) -> list[DiffusionOutput]:
         """Run prompts or requests without blocking the event loop; as :meth:`generate`."""
+        self.executor.check_process()
         handles = []
         for request in _requests(prompts, seed, params):
             await asyncio.to_thread(self._loop.wait_for_room)
@@ -169,6 +178,7 @@ class DiffusionEngine:
         Raises:
             RequestError: The request whose turn it is failed; the iteration ends.
         """
+        self.executor.check_process()
         handles: deque[RequestHandle] = deque()
         for request in requests:
             if isinstance(request, str):
@@ -212,6 +222,7 @@ class DiffusionEngine:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is queued or in flight; False if time ran out."""
+        self.executor.check_process()
         return self._loop.drain(timeout_s)
 
     # --- end ----------------------------------------------------------------------------------
@@ -219,13 +230,16 @@ class DiffusionEngine:
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuse what is new, fail what is queued, let what runs finish, end the worker.
 
-        A forward that takes longer than ``timeout_s`` is ended by force. Idempotent; outputs that
-        were taken stay valid.
+        A forward that takes longer than ``timeout_s`` is ended by force. Idempotent: a second
+        caller waits for the first. Outputs that were taken stay valid. Nothing in a forked child,
+        which owns none of this.
         """
-        if self._pid != os.getpid():
-            return  # a forked child owns none of this
-        self._loop.stop()
-        self.executor.shutdown(timeout_s)
+        if self.executor.is_in_child:
+            return
+        try:
+            self._loop.stop()
+        finally:
+            self.executor.shutdown(timeout_s)
 
     def __enter__(self) -> DiffusionEngine:
         return self
@@ -236,20 +250,17 @@ class DiffusionEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        # After Ctrl-C or sys.exit() nobody is there for what still runs.
+        if error is None or isinstance(error, Exception):
+            self.close()
+        else:
+            self.close(_EXIT_TIMEOUT_S)
 
     def __del__(self) -> None:
         # The loop's thread holds everything but this object; without this, an engine that was
         # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
-        loop = getattr(self, "_loop", None)
-        if loop is not None and self._pid == os.getpid():
-            loop.abandon()
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise EngineClosedError(
-                "This engine belongs to the process that made it; a forked child needs its own."
-            )
+        if hasattr(self, "_loop") and not self.executor.is_in_child:
+            self._loop.abandon()
 
 
 def _requests(
@@ -277,13 +288,20 @@ def _require_torch() -> None:
         )
 
 
-def _close_at_exit(engine: DiffusionEngine) -> None:
-    reference = weakref.ref(engine)
+@functools.cache
+def _open_engines() -> weakref.WeakSet[DiffusionEngine]:
+    """Make the list of engines that are closed when the interpreter ends."""
+    engines: weakref.WeakSet[DiffusionEngine] = weakref.WeakSet()
+    atexit.register(_close_all, engines)
+    return engines
 
-    def close() -> None:
-        engine = reference()
-        if engine is not None:
-            engine.close(_ATEXIT_TIMEOUT_S)
 
-    atexit.register(close)
-    weakref.finalize(engine, atexit.unregister, close)
+def _close_all(engines: weakref.WeakSet[DiffusionEngine]) -> None:
+    # One deadline for all: what the first one waits for is time that the others had too.
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    for engine in list(engines):
+        try:
+            engine.close(max(0.0, deadline - time.monotonic()))
+        except KeyboardInterrupt:
+            # Ctrl-C again: the worker was ended by force on the way here, the others follow.
+            deadline = 0.0

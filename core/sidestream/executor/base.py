@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from sidestream.errors import InvalidRequestError, RequestError
+from sidestream.errors import EngineClosedError, InvalidRequestError, RequestError
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.futures import EngineFuture, OutputFuture
 from sidestream.executor.inflight import Flight, InflightTable
@@ -21,6 +23,14 @@ from sidestream.transport.packing import PackingError, pack_bytes
 
 #: Methods that answer in two steps, COMPUTE_DONE and OUTPUT_READY.
 FORWARDS: Final = ("execute_model", "execute_model_batch")
+
+#: How long the steps of an end by force may take; as a rule they take milliseconds.
+FORCE_S: Final = 5.0
+
+_FORKED: Final = (
+    "This engine belongs to the process that made it: its threads and its worker's answers are "
+    "there. Make another one in the forked child."
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,13 @@ class Executor(ABC):
         self.callbacks = CallbackThread()
         self.table = InflightTable()
         self._dispatch_depth = dispatch_depth
+        self._pid = os.getpid()
         # Guards _executing and the state: the loop dispatches, the pump hears the answers.
-        self._lock = threading.Lock()
+        # Reentrant, since a signal handler may close the engine while its thread is in here.
+        self._lock = threading.RLock()
+        # Guards the steps of the end; reentrant for the same reason.
+        self._ending = threading.RLock()
+        self._is_ended = False
         self._executing: set[int] = set()
         self._broken: BaseException | None = None
         self._closed: BaseException | None = None
@@ -63,9 +78,46 @@ class Executor(ABC):
             WorkerStartError: A worker did not come up; nothing is left of it.
         """
 
-    @abstractmethod
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Let running forwards finish within ``timeout_s``, then end the workers. Idempotent."""
+        """Let running forwards finish within ``timeout_s``, then end the workers by force.
+
+        Idempotent. A second caller waits for the first.
+        """
+        if self.is_in_child:
+            return  # it owns none of this
+        with self._lock:
+            is_first = self._closed is None
+            self._closed = self._closed or EngineClosedError("The engine is closed.")
+        if is_first:
+            self._ask_to_end()
+        if not self._ending.acquire(timeout=timeout_s + FORCE_S):
+            return
+        try:
+            if not self._is_ended:
+                self._end(timeout_s)
+        finally:
+            self._ending.release()
+
+    def _end(self, timeout_s: float) -> None:
+        try:
+            self._await_end(timeout_s)
+        finally:
+            # Also after Ctrl-C in that wait: no worker may be left, and nobody who waits for one.
+            self._force_end()
+            self.callbacks.close()
+            self._is_ended = True
+
+    @abstractmethod
+    def _ask_to_end(self) -> None:
+        """Tell the workers to finish what runs and to end."""
+
+    @abstractmethod
+    def _await_end(self, timeout_s: float) -> None:
+        """Wait until they have; returns after ``timeout_s`` at the latest."""
+
+    @abstractmethod
+    def _force_end(self) -> None:
+        """End what is left, fail what is open, let go of everything; nothing here waits long."""
 
     @abstractmethod
     def _send(self, command: Command) -> None:
@@ -73,11 +125,18 @@ class Executor(ABC):
 
     def check_health(self) -> Health:
         """Say whether work would be done; no message is sent for it."""
+        if self.is_in_child:
+            return Health(False, _FORKED)
         if self._broken is not None:
             return Health(False, str(self._broken))
         if self._closed is not None:
             return Health(False, str(self._closed))
         return Health(True)
+
+    @property
+    def is_in_child(self) -> bool:
+        """Tell whether this is a forked child of the process that made the executor."""
+        return self._pid != os.getpid()
 
     @property
     def broken(self) -> BaseException | None:
@@ -127,7 +186,7 @@ class Executor(ABC):
             RequestError: The request can't be sent, or its forward failed.
             WorkerDiedError: The worker died.
         """
-        self._check_usable()
+        self.check_usable()
         flight = self.make_flight(request)
         self.dispatch([flight])
         flight.compute_done.result(timeout_s)
@@ -137,6 +196,8 @@ class Executor(ABC):
         self, request: DiffusionRequest, want: Callable[[str], None] | None = None
     ) -> Flight:
         """Pack a request, in its caller's thread; ``want`` hears its id when somebody waits.
+
+        To wait in a forked child raises ``EngineClosedError``: nobody resolves a future there.
 
         Raises:
             InvalidRequestError: It holds something that can't travel; names it.
@@ -155,7 +216,7 @@ class Executor(ABC):
             request_id=request_id,
             packed=packed,
             callbacks=self.callbacks,
-            on_wait=None if want is None else partial(want, output_id),
+            on_wait=partial(_before_wait, self._pid, want, output_id),
         )
 
     def wait_output_ready(self, async_output_id: str) -> OutputFuture:
@@ -164,6 +225,7 @@ class Executor(ABC):
         An id that was never issued, or whose output was delivered and forgotten, gives a future
         that has failed already.
         """
+        self.check_process()
         future = self.table.output_future(async_output_id)
         if future is not None:
             return future
@@ -204,24 +266,33 @@ class Executor(ABC):
         """
         if method in FORWARDS:
             return [self.execute_model(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
-        self._check_usable()
+        self.check_usable()
         arguments = pack_bytes((tuple(args), dict(kwargs or {})), root="arguments")
         future: EngineFuture[Delivery] = EngineFuture(self.callbacks)
         rpc_id = self.table.add_call(future)
         self._send(Call(rpc_id=rpc_id, method=method, arguments=arguments))
         error = self._broken or self._closed
         if error is not None and (late := self.table.take_call(rpc_id)) is not None:
-            late.set_exception(error)
+            late.set_exception(_fresh(error))
         message, _ = future.result(timeout_s).open()
         if message.error is not None:
             raise message.error
         return [message.result]
 
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._closed is not None:
-            raise self._closed
+    def check_usable(self) -> None:
+        """Raise what keeps this executor from taking work, if anything does."""
+        self.check_process()
+        error = self._broken or self._closed
+        if error is not None:
+            raise _fresh(error)
+
+    def check_process(self) -> None:
+        """Raise in a forked child.
+
+        Raises:
+            EngineClosedError: This is not the process that made the executor.
+        """
+        _check_process(self._pid)
 
     # --- answers, on the pump -----------------------------------------------------------------
 
@@ -269,7 +340,7 @@ class Executor(ABC):
     def _end_forward(self, rpc_id: int, error: BaseException) -> None:
         for flight in self._take_forward(rpc_id):
             if self.table.drop_flight(flight):
-                flight.fail(error)
+                flight.fail(_fresh(error))
 
     def _break(self, error: BaseException) -> None:
         """Refuse what is new, then fail everything that is open, then say so."""
@@ -285,7 +356,25 @@ class Executor(ABC):
             self._executing.clear()
         flights, calls = self.table.take_all()
         for flight in flights:
-            flight.fail(error)
+            flight.fail(_fresh(error))
         for call in calls:
             if not call.done():
-                call.set_exception(error)
+                call.set_exception(_fresh(error))
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """Copy an error that many will raise: each raise adds its frames to the one it raises."""
+    twin = copy.copy(error)
+    twin.__cause__ = error.__cause__
+    return twin
+
+
+def _before_wait(pid: int, want: Callable[[str], None] | None, output_id: str) -> None:
+    _check_process(pid)
+    if want is not None:
+        want(output_id)
+
+
+def _check_process(pid: int) -> None:
+    if pid != os.getpid():
+        raise EngineClosedError(_FORKED)

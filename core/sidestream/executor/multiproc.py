@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import signal
 import threading
 import time
 from typing import Final
 
 from sidestream.errors import (
     EngineClosedError,
+    InternalError,
     RequestError,
     WorkerDiedError,
     WorkerStartError,
 )
-from sidestream.executor.base import Executor
+from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.process import WorkerProcess
 from sidestream.executor.pump import ResultChannel, ResultPumpThread
@@ -24,6 +26,8 @@ from sidestream.worker.worker import WorkerSettings
 
 #: How often a waiting start looks whether the worker still makes progress.
 _START_POLL_S: Final = 0.2
+#: How long a worker that closed its connection may take to be gone: it is ending.
+_LINGER_S: Final = 0.5
 
 
 class MultiprocExecutor(Executor):
@@ -40,7 +44,13 @@ class MultiprocExecutor(Executor):
         self._last_words = ""
         self._process: WorkerProcess | None = None
         self._exited = threading.Event()
-        self._pump = ResultPumpThread((), self._on_message, on_unsent=self._on_unsent)
+        self._pump = ResultPumpThread(
+            (),
+            self._on_message,
+            on_closed=self._on_closed,
+            on_unsent=self._on_unsent,
+            on_failed=self._on_pump_failed,
+        )
 
     @property
     def process(self) -> WorkerProcess:
@@ -58,21 +68,16 @@ class MultiprocExecutor(Executor):
         self._last_progress = time.monotonic()
         try:
             process = self._process = WorkerProcess(self._settings)
-        except BaseException:
-            self._pump.stop()
-            raise
-        started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-        rpc_id = self.table.add_call(started)
-        self._pump.start()
-        self._pump.add(process.channel)
-        self._pump.watch(process.pidfd, self._on_exit)
-        self._pump.send(process.channel, process.start_frame(rpc_id))
-        try:
+            started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
+            rpc_id = self.table.add_call(started)
+            self._pump.start()
+            self._pump.add(process.channel)
+            self._pump.watch(process.pidfd, self._on_exit)
+            self._pump.send(process.channel, process.start_frame(rpc_id))
             self._await_start(process, started)
         except BaseException:
             # Also KeyboardInterrupt: nothing may be left of a start that was given up.
-            process.control.shutdown = True
-            self._end(timeout_s=0.0)
+            self.shutdown(timeout_s=0.0)
             raise
         process.echo_stderr()
 
@@ -112,29 +117,25 @@ class MultiprocExecutor(Executor):
             stderr=text,
         )
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Let the running forward finish, end the worker by force if it takes longer."""
-        with self._lock:
-            if self._closed is not None:
-                return
-            self._closed = EngineClosedError("The engine is closed.")
+    def _ask_to_end(self) -> None:
         if self._process is not None:
             self._process.control.shutdown = True
             self._send(Shutdown())
-            self._end(timeout_s)
-        else:
-            self._pump.stop()
-            self.callbacks.close()
 
-    def _end(self, timeout_s: float) -> None:
-        process = self.process
+    def _await_end(self, timeout_s: float) -> None:
         # The pump goes on meanwhile: it takes in what the worker still has to say.
-        process.end(timeout_s)
-        self._exited.wait(5.0)
-        self._pump.stop(5.0)
+        if self._process is not None:
+            self._process.is_gone(timeout_s)
+
+    def _force_end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            if self._pump.is_alive():
+                self._exited.wait(FORCE_S)
+        self._pump.stop(FORCE_S)
         self._fail_all(EngineClosedError("The engine was closed before this could finish."))
-        process.close()
-        self.callbacks.close()
+        if self._process is not None:
+            self._process.close()
 
     def _send(self, command: Command) -> None:
         self._pump.send(self.process.channel, encode_command(command))
@@ -160,6 +161,19 @@ class MultiprocExecutor(Executor):
             call.set_exception(reason)
         else:
             self._end_forward(frame.rpc_id, reason)
+
+    def _on_closed(self, _channel: ResultChannel, reason: Exception) -> None:
+        # As a rule the worker is ending, and the process descriptor says so next. One that lives on
+        # can't be reached any more; blocking here costs nothing, it has no other messages.
+        if not self.process.is_gone(_LINGER_S):
+            self._last_words = f"It was ended because its connection was lost: {reason}"
+            self.process.signal_group(signal.SIGKILL)
+
+    def _on_pump_failed(self, error: BaseException) -> None:
+        reason = InternalError(f"The thread that reads answers ended by {error!r}.")
+        reason.__cause__ = error
+        self._break(reason)
+        self.process.signal_group(signal.SIGKILL)
 
     # The end of a socket is no proof of a worker's death (a process that it forked may hold it, and
     # it may be gone before): the process descriptor is.

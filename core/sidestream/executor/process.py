@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from sidestream.errors import ConfigError, WorkerStartError
 from sidestream.executor.pump import ResultChannel
 from sidestream.transport.channel import Frame
 from sidestream.transport.control_page import ControlPage
@@ -31,38 +35,80 @@ _BOOT: Final = (
     "from sidestream.worker.process import main; main(sys.argv[1:])"
 )
 _STDERR_TAIL_BYTES: Final = 4096
+#: How long SIGTERM may take before SIGKILL follows.
+_TERMINATE_S: Final = 0.2
+#: How long SIGKILL may take; longer only in the kernel's uninterruptible sleep.
+_KILL_S: Final = 5.0
+
+
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
+_C = TypeVar("_C", bound=_Closable)
 
 
 class WorkerProcess:
     """A spawned worker and this process's ends of everything that it shares with it.
 
     States: alive, gone (the kernel reported its end), closed (no descriptor is left here).
+
+    Raises:
+        ConfigError: The pipeline's options can't be pickled.
+        WorkerStartError: The operating system starts no process.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.rank = settings.rank
-        self.channel, worker_ends = ResultChannel.pair()
-        self.control = ControlPage.create()
-        lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
-        self._stderr = os.memfd_create("sidestream-stderr", os.MFD_CLOEXEC)
-        stderr_fd = os.dup(2) if _is_open(2) else os.open(os.devnull, os.O_WRONLY)
-        inherited = (
-            worker_ends.messages.fileno(),
-            worker_ends.releases.fileno(),
-            lifeline,
-            self.control.fileno(),
-            stderr_fd,
-        )
+        self.exit_code: int | None = None
+        self._start_body = _pack(settings)
         # Guards the reaping: the pump and a closing thread may both find the worker gone.
         self._reaping = threading.Lock()
-        self.exit_code: int | None = None
         self._is_reaped = False
+        # Everything here that has descriptors; each closes once, however often it is told to.
+        self._ends: list[_Closable] = []
+        # Before there is anything that a child forked meanwhile would keep open.
+        _processes().add(self)
         try:
+            self._spawn()
+        except OSError as error:
+            raise WorkerStartError(
+                f"Worker {self.rank} can't be spawned: {error}. It runs {sys.executable!r} and "
+                "needs a free process and some free descriptors (ulimit -u, ulimit -n).",
+                rank=self.rank,
+                pid=None,
+                stage="spawn",
+            ) from error
+
+    def _spawn(self) -> None:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            stdout = None if _is_open(1) else subprocess.DEVNULL
+            theirs.enter_context(_low_numbers_taken())
+            self.channel, worker_ends = ResultChannel.pair()
+            self._own(self.channel)
+            theirs.callback(worker_ends.close)
+            self.control = self._own(ControlPage.create())
+            lifeline, end = os.pipe2(os.O_CLOEXEC)
+            theirs.callback(os.close, lifeline)
+            self._own(io.FileIO(end, "w"))
+            stderr = os.memfd_create("sidestream-stderr", os.MFD_CLOEXEC)
+            self._stderr = self._own(io.FileIO(stderr))
+            stderr_fd = os.dup(2)
+            theirs.callback(os.close, stderr_fd)
+            inherited = (
+                worker_ends.messages.fileno(),
+                worker_ends.releases.fileno(),
+                lifeline,
+                self.control.fileno(),
+                stderr_fd,
+            )
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, *map(str, inherited)],
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=self._stderr,
                 # A session of its own: no SIGINT from the terminal, and a group that can be killed.
                 start_new_session=True,
@@ -70,40 +116,48 @@ class WorkerProcess:
                 # imports its own.
                 env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             )
-        except BaseException:
-            self._close_descriptors()
-            raise
-        finally:
-            worker_ends.close()
-            os.close(lifeline)
-            os.close(stderr_fd)
-        self.pid = self.popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        _close_in_forked_children(self)
+            undo.callback(self._kill_unwatched)
+            self.pid = self.popen.pid
+            # Fails where the worker ended at once and the host's own child reaping was faster.
+            self._pidfd = self._own(io.FileIO(os.pidfd_open(self.pid)))
+            undo.pop_all()
+
+    def _own(self, end: _C) -> _C:
+        self._ends.append(end)
+        return end
+
+    def _kill_unwatched(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    @property
+    def pidfd(self) -> int:
+        """Give the descriptor that becomes readable when the worker is gone."""
+        return self._pidfd.fileno()
 
     def start_frame(self, rpc_id: int) -> Frame:
         """Make the first message: the module path and the settings."""
-        body = pickle.dumps((list(sys.path), pickle.dumps(self.settings)), protocol=5)
-        return Frame(kind=0, rpc_id=rpc_id, body=body)
+        return Frame(kind=0, rpc_id=rpc_id, body=self._start_body)
 
     def stderr_tail(self) -> str:
         """Give the end of what the worker printed while it started."""
-        size = os.fstat(self._stderr).st_size
+        size = os.fstat(self._stderr.fileno()).st_size
         start = max(0, size - _STDERR_TAIL_BYTES)
-        return os.pread(self._stderr, size - start, start).decode(errors="replace").strip()
+        tail = os.pread(self._stderr.fileno(), size - start, start)
+        return tail.decode(errors="replace").strip()
 
     def echo_stderr(self) -> None:
         """Print what a worker that started well had printed."""
         text = self.stderr_tail()
         if text and sys.stderr is not None:
-            print(text, file=sys.stderr)
+            # A host that closed its stderr, or whose reader is gone, has an engine all the same.
+            with contextlib.suppress(OSError, ValueError):
+                print(text, file=sys.stderr)
 
     def is_gone(self, timeout_s: float = 0.0) -> bool:
-        """Wait for the worker's end; True also if it was reaped before."""
-        if self._is_reaped:
+        """Wait for the worker's end; True also if it was reaped or closed before."""
+        if self._is_reaped or self._pidfd.closed:
             return True
-        import select
-
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
@@ -116,15 +170,16 @@ class WorkerProcess:
     def reap(self) -> int | None:
         """Collect a worker that is gone, and kill what is left of its group.
 
-        Gives its exit code, negative for a signal; None if the host's own child reaping got it.
+        Gives its exit code, negative for a signal; None if the host's own child reaping got it,
+        or if it is not gone.
         """
         with self._reaping:
-            if self._is_reaped:
+            if self._is_reaped or self._pidfd.closed or not self.is_gone():
                 return self.exit_code
             # Before the wait: the group's number may be given away once its leader is collected.
             self.signal_group(signal.SIGKILL)
             try:
-                info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+                info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
             except ChildProcessError:
                 info = None
             if info is not None:
@@ -135,37 +190,46 @@ class WorkerProcess:
             self._is_reaped = True
             return self.exit_code
 
-    def end(self, timeout_s: float) -> None:
-        """Wait for the end, then terminate, then kill."""
-        deadline = time.monotonic() + timeout_s
-        if not self.is_gone(deadline - time.monotonic()):
+    def end(self) -> None:
+        """Terminate, then kill, then collect a worker that is not gone."""
+        if self._pidfd.closed:
+            return
+        if not self.is_gone():
             self.signal_group(signal.SIGTERM)
-            if not self.is_gone(0.2):
+            if not self.is_gone(_TERMINATE_S):
                 self.signal_group(signal.SIGKILL)
-                self.is_gone(5.0)
+                self.is_gone(_KILL_S)
         self.reap()
 
     def close(self) -> None:
-        """Close this process's descriptors; the worker must be reaped. Idempotent."""
-        if self._lifeline >= 0:
-            os.close(self.pidfd)
-            self._close_descriptors()
+        """Close this process's descriptors; a worker that is not gone is killed by that.
 
-    def _close_descriptors(self) -> None:
-        self.channel.close()
-        self.control.close()
-        os.close(self._stderr)
-        os.close(self._lifeline)
-        self._lifeline = -1
+        Idempotent.
+        """
+        for end in self._ends:
+            end.close()
 
     def abandon_in_child(self) -> None:
         """Close what a forked child inherited: an end that it holds would keep the worker alive."""
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            os.close(self.pidfd)
-            self._lifeline = -1
-            self.channel.messages.close()
-            self.channel.releases.close()
+        for end in list(self._ends):
+            # One that the parent was just closing is no reason to keep the others.
+            with contextlib.suppress(OSError):
+                end.close()
+        if hasattr(self, "popen"):
+            self.popen.returncode = 0  # not this process's child: nothing to wait for or warn of
+
+
+def _pack(settings: WorkerSettings) -> bytes:
+    try:
+        packed = pickle.dumps(settings, protocol=5)
+    except Exception as error:
+        # A user's __reduce__ may raise anything.
+        raise ConfigError(
+            "pipeline_options",
+            settings.options,
+            f"what can be pickled for the worker ({type(error).__name__}: {error})",
+        ) from error
+    return pickle.dumps((list(sys.path), packed), protocol=5)
 
 
 def _is_open(fd: int) -> bool:
@@ -176,20 +240,31 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-_alive: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+@contextlib.contextmanager
+def _low_numbers_taken() -> Iterator[None]:
+    """Keep descriptors 0 to 2 taken.
+
+    A host may have closed its standard streams; an end with such a number would become the
+    worker's, which prints to it.
+    """
+    with contextlib.ExitStack() as stack:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            stack.callback(os.close, fd)
+        os.close(fd)
+        yield
 
 
-def _abandon_all() -> None:
-    for process in list(_alive):
-        process.abandon_in_child()
+@functools.cache
+def _processes() -> weakref.WeakSet[WorkerProcess]:
+    """Make the list of workers that forked children let go of.
 
+    Once in a process: there is no way to take a fork handler back.
+    """
+    processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
-def _close_in_forked_children(process: WorkerProcess) -> None:
-    # The hook can't be unregistered, so there is one for all, made with the first worker.
-    if not _registered:
-        os.register_at_fork(after_in_child=_abandon_all)
-        _registered.append(True)
-    _alive.add(process)
+    def abandon() -> None:
+        for process in list(processes):
+            process.abandon_in_child()
 
-
-_registered: list[bool] = []
+    os.register_at_fork(after_in_child=abandon)
+    return processes

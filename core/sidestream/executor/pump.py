@@ -75,9 +75,10 @@ class ResultChannel:
 class ResultPumpThread:
     """Reads envelopes from workers and writes commands and releases to them; a daemon thread.
 
-    ``on_message(channel, delivery)``, ``on_closed(channel)`` and
+    ``on_message(channel, delivery)``, ``on_closed(channel, reason)`` and
     ``on_unsent(channel, frame, error)`` (no memory for a large body) run on this thread and must
-    neither block nor raise. States: new, running, stopped.
+    neither block nor raise; ``on_failed(error)`` is its last act if one does. ``reason`` is a
+    ``ChannelClosed``, or why a message could not be handled. States: new, running, stopped.
     """
 
     def __init__(
@@ -85,15 +86,20 @@ class ResultPumpThread:
         channels: Iterable[ResultChannel],
         on_message: Callable[[ResultChannel, Delivery], None],
         *,
-        on_closed: Callable[[ResultChannel], None] | None = None,
+        on_closed: Callable[[ResultChannel, Exception], None] | None = None,
         on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
+        on_failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
         self._on_unsent = on_unsent
+        self._on_failed = on_failed
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, _READ, self._on_wake)
+        # Guards _wake_fd, whose number may be another file's as soon as it is closed. Reentrant,
+        # since a signal handler may send while its thread is in here.
+        self._waking = threading.RLock()
         # deque appends are atomic: any thread posts, the pump takes.
         self._posted: deque[Callable[[], None]] = deque()
         self._is_stopping = False
@@ -147,25 +153,31 @@ class ResultPumpThread:
         self._wake()
 
     def _wake(self) -> None:
-        # EBADF: the pump has stopped and closed it; BlockingIOError: it is awake already.
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
+        # BlockingIOError: it is awake already.
+        with self._waking, contextlib.suppress(BlockingIOError):
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         try:
             while not (self._is_stopping and not self._posted):
                 for key, mask in self._selector.select():
                     key.data(mask)
-        except BaseException:
+        except BaseException as error:
+            # The boundary of this thread: whoever waits for its messages has to hear of it.
             logger.critical("The result pump ended by an error.", exc_info=True)
-            raise
+            if self._on_failed is not None:
+                self._on_failed(error)
         finally:
             self._close()
 
     def _close(self) -> None:
-        self._selector.close()
-        with contextlib.suppress(OSError):
+        with self._waking:
+            if self._wake_fd < 0:
+                return
+            self._selector.close()
             os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _on_wake(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -208,17 +220,21 @@ class ResultPumpThread:
         while channel.is_open:
             try:
                 frame = channel.messages.receive()
-            except ChannelClosed:
+                if frame is None:
+                    return
+                if frame.kind == ARENA_DROPPED:
+                    channel.arenas.drop(frame.arena_id)
+                else:
+                    self._on_message(channel, FrameDelivery(frame, channel.arenas))
+            except Exception as reason:
+                # The boundary of one worker's messages: whoever waits for what was lost hears of
+                # it with the end of the connection.
+                if not isinstance(reason, ChannelClosed):
+                    logger.exception("A worker's message can't be handled.")
                 self._forget(channel)
                 if self._on_closed is not None:
-                    self._on_closed(channel)
+                    self._on_closed(channel, reason)
                 return
-            if frame is None:
-                return
-            if frame.kind == ARENA_DROPPED:
-                channel.arenas.drop(frame.arena_id)
-            else:
-                self._on_message(channel, FrameDelivery(frame, channel.arenas))
 
     def _enqueue(self, channel: ResultChannel, frame: Frame) -> None:
         if channel.is_open:

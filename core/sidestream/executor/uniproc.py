@@ -6,11 +6,18 @@ pipeline takes the process with it, and its Python shares the interpreter with y
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Final
 
-from sidestream.errors import DeviceLostError, EngineClosedError, WorkerStartError
+from sidestream.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    InternalError,
+    WorkerStartError,
+)
 from sidestream.executor.base import Executor
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
 from sidestream.request import OutputTimings
@@ -23,6 +30,11 @@ if TYPE_CHECKING:
     import torch
 
     from sidestream.platforms.platform import Platform
+
+#: How often a waiting start looks whether the pipeline still makes progress.
+_START_POLL_S: Final = 0.2
+#: How long an interrupted forward may take to end.
+_INTERRUPT_S: Final = 1.0
 
 
 class LocalPort:
@@ -74,11 +86,20 @@ class LocalPort:
 
 
 class UniprocExecutor(Executor):
-    """Runs its worker on a daemon thread of this process."""
+    """Runs its worker on a daemon thread of this process.
 
-    def __init__(self, settings: WorkerSettings, *, dispatch_depth: int) -> None:
+    At shutdown a forward that takes too long is interrupted between two of its bytecodes; one that
+    does not come back from native code is left to its thread.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, *, dispatch_depth: int, start_timeout_s: float
+    ) -> None:
         super().__init__(dispatch_depth)
         self._settings = settings
+        self._start_timeout_s = start_timeout_s
+        self._stage = "spawn"
+        self._last_progress = 0.0
         self._control = ControlPage.create()
         self._port = LocalPort(self)
         self._worker = Worker(settings, self._port, self._control)
@@ -87,32 +108,59 @@ class UniprocExecutor(Executor):
 
     def start(self) -> None:
         """Load the pipeline on the forward's own thread."""
-        self._thread.start()
-        error = self._ready.get()
-        if error is not None:
-            self._thread.join()
-            self._control.close()
-            raise WorkerStartError(
-                f"The pipeline did not start: {type(error).__name__}: {error}",
-                rank=0,
-                pid=None,
-                stage="pipeline",
-            ) from error
+        self._last_progress = time.monotonic()
+        try:
+            self._thread.start()
+            error = self._await_start()
+            if error is not None:
+                raise self._start_error(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            # Also KeyboardInterrupt: nothing may be left but the thread of a load that hangs.
+            self.shutdown(timeout_s=0.0)
+            raise
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Let the running forward finish; one that takes longer is left to its daemon thread."""
-        with self._lock:
-            if self._closed is not None:
-                return
-            self._closed = EngineClosedError("The engine is closed.")
+    def _await_start(self) -> BaseException | None:
+        while True:
+            try:
+                return self._ready.get(timeout=_START_POLL_S)
+            except queue.Empty:
+                silent_s = time.monotonic() - self._last_progress
+                if silent_s > self._start_timeout_s:
+                    raise self._start_error(
+                        f"gave no sign of progress for {silent_s:.0f} s "
+                        f"(start_timeout_s={self._start_timeout_s:g}); its thread is left behind"
+                    ) from None
+
+    def _start_error(self, what: str) -> WorkerStartError:
+        return WorkerStartError(
+            f"The pipeline did not start; at stage {self._stage!r}: {what}",
+            rank=self._settings.rank,
+            pid=None,
+            stage=self._stage,
+        )
+
+    def _ask_to_end(self) -> None:
         self._control.shutdown = True
         self._port.commands.put(Shutdown())
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+
+    def _await_end(self, timeout_s: float) -> None:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+
+    def _force_end(self) -> None:
+        # Before the interruption, which would be the running request's error otherwise.
         self._fail_all(EngineClosedError("The engine was closed before this could finish."))
-        self.callbacks.close()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._interrupt()
         if not self._thread.is_alive():
             self._control.close()
+
+    def _interrupt(self) -> None:
+        # Not just left running: a daemon thread that comes back from torch while the interpreter
+        # ends takes the process down with SIGABRT.
+        thread_id = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(EngineClosedError))
+        self._thread.join(_INTERRUPT_S)
 
     def on_message(self, delivery: LocalDelivery) -> None:
         """Route an envelope; called on the forward's thread and on the output thread."""
@@ -123,7 +171,8 @@ class UniprocExecutor(Executor):
         self._break(error)
 
     def _on_progress(self, delivery: Delivery) -> None:
-        """Do nothing: start() waits for the thread itself."""
+        self._last_progress = time.monotonic()
+        self._stage = str(delivery.open()[0].result)
 
     def _send(self, command: Command) -> None:
         self._port.commands.put(command)
@@ -135,4 +184,9 @@ class UniprocExecutor(Executor):
             self._ready.put(error)
             return
         self._ready.put(None)
-        self._worker.run()
+        try:
+            self._worker.run()
+        except BaseException as error:  # noqa: BLE001 - boundary: this thread
+            reason = InternalError(f"The thread that runs forwards ended by {error!r}.")
+            reason.__cause__ = error
+            self._break(reason)

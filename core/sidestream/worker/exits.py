@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+#: An error that nobody waits for ended it; its traceback is on stderr.
+EXIT_FAILED: Final = 1
 #: It could not start, and said why.
 EXIT_START_FAILED: Final = 70
 #: Its device is lost.

@@ -28,12 +28,22 @@ class ChannelPort:
 
     def receive(self) -> Command:
         """Block for a command; a closed connection means shutdown."""
-        try:
-            frame = self._messages.receive()
-        except ChannelClosed:
-            return Shutdown()
-        assert frame is not None  # the channel blocks
-        return decode_command(frame)
+        while True:
+            try:
+                frame = self._messages.receive()
+            except ChannelClosed:
+                return Shutdown()
+            assert frame is not None  # the channel blocks
+            if frame.body_error is None:
+                return decode_command(frame)
+            self.send(
+                AsyncDiffusionOutput(
+                    kind=AsyncOutputKind.RPC_RESULT,
+                    rpc_id=frame.rpc_id,
+                    attempt=frame.attempt,
+                    error=frame.body_error,
+                )
+            )
 
     def send(self, message: AsyncDiffusionOutput) -> None:
         """Send an envelope; any thread."""

@@ -7,6 +7,7 @@ So it works in a forward that holds the GIL, and for helpers that the pipeline s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -15,19 +16,23 @@ import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 from typing import TYPE_CHECKING, Final
 
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind
 from sidestream.transport.channel import Channel, ChannelClosed, Frame
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import FAILED, error_body
-from sidestream.worker.exits import EXIT_START_FAILED
+from sidestream.worker.exits import EXIT_FAILED, EXIT_START_FAILED
 
 if TYPE_CHECKING:
     from sidestream.worker.worker import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+#: How long threads of a pipeline may take to end with their worker.
+_JOIN_THREADS_S: Final = 1.0
 _F_SETSIG: Final = 10  # not in the fcntl module; from <fcntl.h> of Linux
 
 
@@ -97,10 +102,22 @@ def main(arguments: list[str]) -> None:
     Daemon threads may be inside a vendor's library, which does not survive an ordered exit while it
     works; everything that matters was sent by then.
     """
-    code = serve(*(int(argument) for argument in arguments))
+    code = EXIT_FAILED
+    try:
+        code = serve(*(int(argument) for argument in arguments))
+        _join_threads()
+    except BaseException:  # noqa: BLE001 - boundary: this process; threads must not keep it
+        traceback.print_exc()
+    # The reader of either may be gone, which is nothing to end by.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _join_threads() -> None:
+    """Give the threads that a pipeline started a moment to end."""
+    deadline = time.monotonic() + _JOIN_THREADS_S
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(timeout=1.0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            thread.join(max(0.0, deadline - time.monotonic()))
