@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from sidestream.executor.futures import EngineFuture
     from sidestream.executor.inflight import Flight
     from sidestream.output import DiffusionOutput
+
+T = TypeVar("T")
 
 
 class RequestHandle:
@@ -19,6 +22,8 @@ class RequestHandle:
     Keeps the output as any future does, and gives the same object each time; a handle that is
     dropped gives the output's memory back. Awaiting it does not own it: several tasks may, and
     canceling one of them leaves the request alone.
+
+    Who takes one of its futures counts as waiting: ``concurrent.futures.wait`` does not say so.
     """
 
     def __init__(self, flight: Flight, owner: object) -> None:
@@ -42,12 +47,12 @@ class RequestHandle:
 
         Where the pipeline never waits for its device, the device may still be computing then.
         """
-        return self._flight.compute_done
+        return _wanted(self._flight.compute_done)
 
     @property
     def output_ready(self) -> Future[None]:
         """Give the signal that the output is readable; it keeps no output."""
-        return self._flight.output_ready
+        return _wanted(self._flight.output_ready)
 
     def result(self, timeout: float | None = None) -> DiffusionOutput:
         """Wait for the output.
@@ -70,10 +75,20 @@ class RequestHandle:
 
     def future(self) -> Future[DiffusionOutput]:
         """Give the output's future, for ``concurrent.futures.wait`` and the like."""
-        return self._flight.output
+        return _wanted(self._flight.output)
 
     def __await__(self) -> Generator[Any, None, DiffusionOutput]:
-        return asyncio.wrap_future(self._flight.output).__await__()
+        future = self._flight.output
+        if future.done():
+            return future.result()
+        # In a done-callback, an event loop's wake-up would come from the thread that it blocks.
+        future.refuse_to_block()
+        return (yield from asyncio.wrap_future(future).__await__())
 
     def __repr__(self) -> str:
         return f"<RequestHandle {self.request_id!r} {self._flight.state}>"
+
+
+def _wanted(future: EngineFuture[T]) -> Future[T]:
+    future.want()
+    return future

@@ -6,11 +6,15 @@ tree or an exception may run a user's code, which the pump never does.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from sidestream.errors import OutputTransferError
 from sidestream.output import DiffusionOutput
 
 if TYPE_CHECKING:
@@ -33,13 +37,12 @@ class EngineFuture(Future[T], Generic[T]):
         super().__init__()
         self._callbacks = callbacks
         self._on_wait = on_wait
+        self._answer: Answer | None = None
+        self._waiters = _Waiters(self, callbacks)
         # From here on cancel() answers False: a request is given up by abort, not by its futures.
         self.set_running_or_notify_cancel()
 
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Have ``fn(self)`` called on the callback thread once this is done."""
-        self._wanted()
-        super().add_done_callback(lambda future: self._callbacks.post(lambda: fn(future)))
+    # --- whoever waits ------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
@@ -48,33 +51,93 @@ class EngineFuture(Future[T], Generic[T]):
             TimeoutError: It did not come within ``timeout`` seconds.
             RuntimeError: Called from a done-callback while it is not done.
         """
-        self._before_blocking()
-        return super().result(timeout)
+        error = self.exception(timeout)
+        if error is None:
+            return super().result(0)
+        try:
+            # Without the frames of those who asked before: an error that many futures share would
+            # collect them, and all that is local to them.
+            raise error.with_traceback(None)
+        finally:
+            del error, self  # a frame that an exception in it refers to is a cycle
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the error, or None; raises as :meth:`result` does."""
-        self._before_blocking()
-        return super().exception(timeout)
+        if not self.done():
+            if timeout is None or timeout > 0:
+                self.refuse_to_block()
+            self.want()
+        error = super().exception(timeout)
+        if self._answer is None:
+            return error
+        # What stands in these fields until then is a placeholder.
+        self._result, self._exception = self._answer.open()
+        return self._exception
 
-    def _before_blocking(self) -> None:
-        if self.done():
-            return
-        if self._callbacks.is_current():
-            raise RuntimeError(
-                "A done-callback may not wait for another result: it would block the thread that "
-                "runs all callbacks. Hand the work to a thread of your own."
-            )
-        self._wanted()
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Have ``fn(self)`` called on the callback thread once this is done."""
+        self.want()
+        callbacks = self._callbacks
+        super().add_done_callback(lambda future: callbacks.post(partial(_call_back, future, fn)))
 
-    def _wanted(self) -> None:
+    def refuse_to_block(self) -> None:
+        """Raise ``RuntimeError`` if the caller is a done-callback."""
+        self._callbacks.refuse_to_block()
+
+    def want(self) -> None:
+        """Hear that somebody waits, or is about to."""
         if self._on_wait is not None:
             self._on_wait()
+
+    # --- the engine ---------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve it with an error, unless it is: a closing engine and its pump may both try."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
+    def _reach_unopened(self, answer: Answer) -> None:
+        if self.done():
+            return
+        self._answer = answer
+        placeholder: Any = None
+        try:
+            if answer.failed:
+                # An exception here too: wait(return_when=FIRST_EXCEPTION) looks at nothing else.
+                self.set_exception(_Unopened())
+            else:
+                self.set_result(placeholder)
+        except InvalidStateError:
+            self._answer = None
+
+
+class StageFuture(EngineFuture[None]):
+    """A signal: it says that a request came this far, or why it did not; keeps no output."""
+
+    def reach(self) -> None:
+        """Resolve it, unless it is; pump thread."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_result(None)
+
+    def miss(self, failure: Answer) -> None:
+        """Resolve it with an error that is not decoded yet; pump thread."""
+        self._reach_unopened(failure)
+
+
+class OutputFuture(EngineFuture[DiffusionOutput]):
+    """The future of one output."""
+
+    def deliver(self, answer: Answer) -> None:
+        """Resolve it with an envelope that is opened on demand; pump thread."""
+        self._reach_unopened(answer)
 
 
 class Answer:
     """An envelope that is opened by the first thread that asks; the same object for all."""
 
     def __init__(self, delivery: Delivery, decode: Callable[[Delivery], DiffusionOutput]) -> None:
+        #: Whether it holds an error.
+        self.failed = delivery.failed
         # Guards the opening: two threads may ask at once, the slot's lease is taken once.
         self._lock = threading.Lock()
         self._delivery: Delivery | None = delivery
@@ -82,69 +145,59 @@ class Answer:
         self._output: DiffusionOutput | None = None
         self._error: BaseException | None = None
 
-    def open(self) -> tuple[DiffusionOutput | None, BaseException | None]:
-        """Give the output or its error."""
+    def open(self) -> tuple[Any, BaseException | None]:
+        """Give the output or its error.
+
+        Raises:
+            KeyboardInterrupt: It came to this thread in the middle of the first opening; whoever
+                asks next gets an ``OutputTransferError``.
+        """
         with self._lock:
             delivery, self._delivery = self._delivery, None
             decode, self._decode = self._decode, None
             if delivery is not None and decode is not None:
-                try:
-                    self._output = decode(delivery)
-                except BaseException as error:  # noqa: BLE001 - boundary: every asker gets it
-                    self._error = error
+                self._open(delivery, decode)
             return self._output, self._error
 
-
-class StageFuture(EngineFuture[None]):
-    """A signal: it says that a request came this far, or why it did not; keeps no output."""
-
-    _failure: Answer | None = None
-
-    def reach(self) -> None:
-        """Resolve it, unless it is; pump thread."""
-        if not self.done():
-            self.set_result(None)
-
-    def miss(self, failure: Answer) -> None:
-        """Resolve it with an error that is not decoded yet; pump thread."""
-        if not self.done():
-            self._failure = failure
-            self.set_result(None)
-
-    def result(self, timeout: float | None = None) -> None:
-        """Wait until the request came this far."""
-        super().result(timeout)
-        if self._failure is not None and (error := self._failure.open()[1]) is not None:
-            raise error
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the error, or None."""
-        error = super().exception(timeout)
-        return self._failure.open()[1] if error is None and self._failure is not None else error
+    def _open(self, delivery: Delivery, decode: Callable[[Delivery], DiffusionOutput]) -> None:
+        try:
+            self._output = decode(delivery)
+        except BaseException as error:  # noqa: BLE001 - boundary: every asker gets it
+            # The frames of a decoding keep what it decodes.
+            self._error = error.with_traceback(None)
+            cause = error.__cause__
+            if (
+                isinstance(error, OutputTransferError)
+                and isinstance(cause, KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread()
+            ):
+                raise cause from None
 
 
-class OutputFuture(EngineFuture[DiffusionOutput]):
-    """The future of one output."""
+class _Unopened(Exception):
+    """Stands for an error that nobody has asked for yet."""
 
-    _answer: Answer | None = None
 
-    def deliver(self, answer: Answer) -> None:
-        """Resolve it with an envelope that is opened on demand; pump thread."""
-        self._answer = answer
-        placeholder: Any = None  # result() replaces it by what the envelope holds
-        self.set_result(placeholder)
+class _Waiters(list[Any]):
+    """Where ``concurrent.futures.wait`` and ``as_completed`` enter that they wait.
 
-    def result(self, timeout: float | None = None) -> DiffusionOutput:
-        """Wait for the output and decode it here."""
-        super().result(timeout)
-        assert self._answer is not None
-        output, error = self._answer.open()
-        if error is not None:
-            raise error
-        assert output is not None
-        return output
+    They would block as ``result`` does, and are refused in the same place.
+    """
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the error, or None."""
-        error = super().exception(timeout)
-        return self._answer.open()[1] if error is None and self._answer is not None else error
+    def __init__(self, future: Future[Any], callbacks: CallbackThread) -> None:
+        super().__init__()
+        self._future = weakref.ref(future)
+        self._callbacks = callbacks
+
+    def append(self, waiter: Any) -> None:
+        future = self._future()
+        if future is not None and not future.done():
+            self._callbacks.refuse_to_block()
+        super().append(waiter)
+
+
+def _call_back(future: Future[Any], fn: Callable[[Future[Any]], object]) -> None:
+    # Opened first: the asyncio of newer Pythons reads the fields of a done future by itself, and
+    # on the thread of its loop, which a user's class that is rebuilt must not keep busy.
+    future.exception()
+    fn(future)

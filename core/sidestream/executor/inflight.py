@@ -15,9 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sidestream.errors import OutputTransferError, RequestError
+from sidestream.errors import ExecutionError, OutputTransferError, RequestError, SidestreamError
 from sidestream.executor.futures import Answer, OutputFuture, StageFuture
 from sidestream.output import DiffusionOutput
+from sidestream.transport.failure import describe_error, detach_frames
 
 if TYPE_CHECKING:
     from sidestream.executor.callbacks import CallbackThread
@@ -83,8 +84,7 @@ class Flight:
         """Resolve what is open with ``error``."""
         self.packed = b""
         for future in (self.compute_done, self.output, self.output_ready):
-            if not future.done():
-                future.set_exception(error)
+            future.fail(error)
 
 
 def decode_output(
@@ -101,17 +101,16 @@ def decode_output(
     """
     try:
         message, post_process = delivery.open()
-    except Exception as error:
+    except BaseException as error:
         # A user's class may be missing here, or its __setstate__ may raise anything.
+        detach_frames(error)  # theirs keep the slot that is being read
         raise OutputTransferError(
             f"The output of request {request_id!r} can't be rebuilt in this process: "
-            f"{type(error).__name__}: {error}",
+            f"{describe_error(error)}",
             request_id=request_id,
         ) from error
     if message.error is not None:
-        if isinstance(message.error, RequestError):
-            message.error.request_id = request_id
-        raise message.error
+        raise _own_error(message.error, request_id)
     return DiffusionOutput(
         request_id=request_id,
         output=message.output,
@@ -124,6 +123,19 @@ def decode_output(
         ),
         post_process=post_process,
     )
+
+
+def _own_error(error: BaseException, request_id: str) -> BaseException:
+    if isinstance(error, RequestError):
+        error.request_id = request_id
+    elif not isinstance(error, SidestreamError):
+        # Such as the stand-in of one that could not travel.
+        failed = ExecutionError(
+            f"Request {request_id!r} failed: {describe_error(error)}", request_id=request_id
+        )
+        failed.__cause__ = error
+        return failed
+    return error
 
 
 class InflightTable:
@@ -184,6 +196,16 @@ class InflightTable:
         with self._lock:
             return self._rpc_futures.pop(rpc_id, None)
 
+    def forget_call(self, rpc_id: int) -> None:
+        """Stop waiting for a call; its answer, if one comes, is a stale message."""
+        with self._lock:
+            self._rpc_futures.pop(rpc_id, None)
+
+    def count_stale(self) -> None:
+        """Count a message that nobody waits for."""
+        with self._lock:
+            self.stale_messages += 1
+
     def take_flight(self, output_id: str, attempt: int) -> Flight | None:
         """Take an output out, unless the id is gone or the attempt is an earlier one."""
         with self._lock:
@@ -216,7 +238,10 @@ class InflightTable:
         """Find the future of an output that is open, or resolved and still held."""
         with self._lock:
             flight = self._output_futures.get(output_id)
-            return flight.output if flight is not None else self._delivered.get(output_id)
+            if flight is None:
+                return self._delivered.get(output_id)
+        flight.output.want()
+        return flight.output
 
     def flights(self) -> list[Flight]:
         """List the open outputs."""

@@ -1,4 +1,4 @@
-"""Exceptions on their way to another process.
+"""Exceptions on their way to another process or thread.
 
 The chain of causes travels with the exception; at its end stands the sender's traceback as text. A
 link that can't be pickled, can't be rebuilt, or is too large travels as text in its place, so that
@@ -10,10 +10,14 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import RemoteTraceback
 from sidestream.request import OutputTimings
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 #: An exception that drags more than this along travels as text.
 MAX_ERROR_BYTES: Final = 1 << 20
@@ -21,6 +25,8 @@ MAX_ERROR_BYTES: Final = 1 << 20
 FAILED: Final = 0x80
 _MAX_LINKS: Final = 16
 _MAX_TEXT: Final = 1 << 16
+#: Of a foreign error's message inside one of ours; all of it is in the cause.
+_MAX_QUOTE: Final = 2000
 
 
 class RemoteError(Exception):
@@ -33,6 +39,109 @@ class RemoteError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.type_name, self.message)
+
+
+def describe_error(error: BaseException) -> str:
+    """Give a type's name and message, shortened, to quote in another message; never raises."""
+    name, text = type(error).__name__, _text(error)
+    if len(text) > _MAX_QUOTE:
+        text = f"{text[:_MAX_QUOTE]} [and {len(text) - _MAX_QUOTE} characters more]"
+    return f"{name}: {text}" if text else name
+
+
+def detach_frames(error: BaseException) -> None:
+    """Put the traceback's text at the end of the chain of causes, in place of all its frames.
+
+    A frame keeps what was local to it: tensors, arrays, the leases of slots.
+    """
+    text = _traceback_text(error)
+    links = _chain(error)
+    last = links[-1]
+    if len(links) > 1 and isinstance(last, RemoteTraceback):
+        last = links[-2]  # an exception that is raised anew each time: its old text is in the new
+    _set_cause(last, RemoteTraceback(text))
+    for relative in _relatives(error):
+        relative.with_traceback(None)
+
+
+def encode_error(error: BaseException) -> bytes:
+    """Encode ``error``, its causes and its traceback; never raises."""
+    *links, last = _chain(error)
+    if links and isinstance(last, RemoteTraceback):
+        text = last.text
+    else:
+        links.append(last)
+        text = _traceback_text(error)
+    return pickle.dumps(([_encode_link(link) for link in links[:_MAX_LINKS]], text), protocol=5)
+
+
+def error_body(error: BaseException, timings: OutputTimings | None = None) -> bytes:
+    """Make the body of a frame that reports ``error``."""
+    return pickle.dumps((timings or OutputTimings(), encode_error(error)), protocol=5)
+
+
+def decode_error(data: bytes | memoryview) -> BaseException:
+    """Rebuild what :func:`encode_error` made, chained down to a ``RemoteTraceback``."""
+    links, text = pickle.loads(data)
+    below: BaseException = RemoteTraceback(text)
+    for payload, type_name, message in reversed(links):
+        error = _load(payload) if payload is not None else None
+        if error is None:
+            error = RemoteError(type_name, message)
+        _set_cause(error, below)
+        below = error
+    return below
+
+
+# --- chains -----------------------------------------------------------------------------------
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """List what a traceback would show of ``error`` and its causes; a cycle is cut."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not known for known in links):
+        links.append(link)
+        # Not by "or": an exception may be false.
+        if link.__cause__ is not None or link.__suppress_context__:
+            link = link.__cause__
+        else:
+            link = link.__context__
+    return links
+
+
+def _relatives(error: BaseException) -> Iterator[BaseException]:
+    """Find everything that ``error`` keeps alive as an exception, what it hides included."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        pending += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            pending += link.exceptions
+        yield link
+
+
+def _set_cause(error: BaseException, cause: BaseException) -> None:
+    # A frozen dataclass may be an exception too, and refuses a plain assignment.
+    object.__setattr__(error, "__cause__", cause)
+
+
+# --- one exception ----------------------------------------------------------------------------
+
+
+class _TooLarge(Exception):
+    """A pickle grew past what an exception may drag along."""
+
+
+class _BoundedFile(io.BytesIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_ERROR_BYTES:
+            raise _TooLarge
+        return super().write(data)
 
 
 class _Pickler(pickle.Pickler):
@@ -50,50 +159,17 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-def encode_error(error: BaseException) -> bytes:
-    """Encode ``error``, its causes and its traceback; never raises."""
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception as broken:  # noqa: BLE001 - boundary: a user's __str__ may raise anything
-        text = f"{_name(error)} (its traceback can't be shown: {_name(broken)})\n"
-    links: list[tuple[bytes | None, str, str]] = []
-    link: BaseException | None = error
-    while link is not None and len(links) < _MAX_LINKS:
-        links.append(_encode_link(link))
-        hidden = link.__suppress_context__
-        link = link.__cause__ or (None if hidden else link.__context__)
-    return pickle.dumps((links, text[-_MAX_TEXT:]), protocol=5)
-
-
-def error_body(error: BaseException, timings: OutputTimings | None = None) -> bytes:
-    """Make the body of a frame that reports ``error``."""
-    return pickle.dumps((timings or OutputTimings(), encode_error(error)), protocol=5)
-
-
-def decode_error(data: bytes | memoryview) -> BaseException:
-    """Rebuild what :func:`encode_error` made, chained down to a ``RemoteTraceback``."""
-    links, text = pickle.loads(data)
-    below: BaseException = RemoteTraceback(text)
-    for payload, type_name, message in reversed(links):
-        error = _load(payload) if payload is not None else None
-        if error is None:
-            error = RemoteError(type_name, message)
-        error.__cause__ = below
-        below = error
-    return below
-
-
 def _encode_link(error: BaseException) -> tuple[bytes | None, str, str]:
     payload: bytes | None = None
     try:
-        buffer = io.BytesIO()
-        _Pickler(buffer, protocol=5).dump(error)
-        payload = buffer.getvalue()
-        if len(payload) > MAX_ERROR_BYTES or _load(payload) is None:
+        file = _BoundedFile()
+        _Pickler(file, protocol=5).dump(error)
+        payload = file.getvalue()
+        if _load(payload) is None:
             payload = None
     except BaseException:  # noqa: BLE001 - boundary: a user's __reduce__ may raise anything
         payload = None
-    return payload, _name(error), _text(error)
+    return payload, _name(error), _text(error)[:_MAX_TEXT]
 
 
 def _load(payload: bytes) -> BaseException | None:
@@ -113,6 +189,14 @@ def _name(error: BaseException) -> str:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)[:_MAX_TEXT]
-    except Exception:  # noqa: BLE001 - boundary: a user's __str__ may raise anything
-        return ""
+        return str(error)
+    except BaseException as broken:  # noqa: BLE001 - boundary: a user's __str__ may raise anything
+        return f"(its message can't be shown: __str__ raised {type(broken).__name__})"
+
+
+def _traceback_text(error: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as broken:  # noqa: BLE001 - boundary: as in _text
+        text = f"{_name(error)} (its traceback can't be shown: {_name(broken)})\n"
+    return text[-_MAX_TEXT:]

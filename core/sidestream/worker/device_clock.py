@@ -6,7 +6,6 @@ import logging
 import time
 from typing import Final
 
-from sidestream.errors import SidestreamError
 from sidestream.platforms.device import DeviceEvent
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class DeviceClock:
                 self._reference_at += now - seen_at
                 seen_at = now
             times = [None if event is None else self._time_of(event) for event in events]
-        except (SidestreamError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - boundary: a vendor's events
             # Times are for people who look at them: no output fails for one.
             logger.debug("Two events could not be timed: %s", error)
             self._reference = None

@@ -24,11 +24,11 @@ from sidestream.errors import (
     EngineClosedError,
     OutputTransferError,
     PlatformError,
-    PluginError,
 )
 from sidestream.platforms.device import DeviceEvent, SideStream
 from sidestream.platforms.platform import Platform
 from sidestream.request import OutputTimings
+from sidestream.transport.failure import describe_error, detach_frames
 from sidestream.transport.packing import Packed, pack
 from sidestream.worker.device_clock import DeviceClock
 from sidestream.worker.sink import Destination, OutputLabel, OutputSink
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-#: What a platform may raise when its device or its plugin fails.
-DEVICE_ERRORS = (PlatformError, PluginError, RuntimeError)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,6 +52,16 @@ class OutputJob:
     #: Called when the device memory is free again, whatever happened.
     on_done: Callable[[], None] | None = None
     future: Future[Any] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        # From here on cancel() answers False: the copy may run already.
+        self.future.set_running_or_notify_cancel()
+
+    def finish(self) -> None:
+        """Let go of the device memory and say so."""
+        self.packed.drop()
+        if self.on_done is not None:
+            self.on_done()
 
 
 class OutputTransfer:
@@ -72,13 +79,19 @@ class OutputTransfer:
         self.device = device
         self.sink = sink
         self._on_device_lost = on_device_lost
-        self._warned = False
+        # Guards _has_warned: the forward's thread and the one that copies may fail at once.
+        self._warning = threading.Lock()
+        self._has_warned = False
         self._clock = DeviceClock()
 
     def start_clock(self, stream: SideStream | None) -> None:
         """Set the device's clock by the host's, on the thread that will copy."""
-        if stream is not None:
+        if stream is None:
+            return
+        try:
             self._clock.start(stream.record_event(timing=True))
+        except Exception as error:  # noqa: BLE001 - boundary: a vendor's stream; only times need it
+            logger.debug("The clock of %s could not be set: %s", self.device, error)
 
     def prepare(
         self,
@@ -108,56 +121,71 @@ class OutputTransfer:
         """Record an event on the current stream; None after synchronizing the device instead."""
         try:
             return self.platform.record_device_event(self.device, timing=True)
-        except DEVICE_ERRORS as error:
-            self.fall_back("recording an event", error)
+        except Exception as error:  # noqa: BLE001 - boundary: a plugin
+            self._fall_back("recording an event", error)
             return None
 
     def run(self, job: OutputJob, stream: SideStream | None) -> None:
         """Copy, publish and resolve the job's future; never raises for the output's own failure."""
-        destination: Destination | None = None
         try:
-            if job.packed.has_device_leaves or job.packed.nbytes > self.sink.inline_bytes:
-                destination = self.sink.allocate(job.packed.nbytes)
-            timings = self._copy(job, destination, stream)
-            result = self.sink.publish(job.label, job.packed, destination, timings)
-            destination = None
-            job.packed.drop()
+            result = self._bring_out(job, stream)
+        except BaseException as error:  # noqa: BLE001 - boundary: one output's way to the host
+            self.fail(job, self.diagnose(error))
+        else:
             job.future.set_result(result)
-        except Exception as error:  # noqa: BLE001 - boundary: one output's way to the host
-            if destination is not None:
-                self.sink.discard(destination)
-            is_on_device = job.packed.has_device_leaves
-            job.packed.drop()
-            self.fail(job, self.diagnose(error) if is_on_device else error)
-        finally:
-            if job.on_done is not None:
-                job.on_done()
+            job.finish()
 
     def fail(self, job: OutputJob, error: BaseException) -> None:
-        """Publish that a job failed, and resolve its future with the reason."""
-        reason = _transfer_error(job.label, error)
+        """Publish that a job failed, resolve its future with the reason, give its memory back."""
+        reason = transfer_error(job.label, error)
+        detach_frames(reason)
         job.future.set_exception(reason)
-        try:
-            self.sink.publish_error(job.label, reason)
-        except OSError:
-            logger.debug("The reader of output %r is gone.", job.label.output_id)
+        self.publish_error(job.label, reason)
+        job.finish()
         if isinstance(error, DeviceLostError) and self._on_device_lost is not None:
             self._on_device_lost(error)
 
+    def publish_error(self, label: OutputLabel, reason: OutputTransferError) -> None:
+        """Say that an output failed on its way; in few words if there is no memory for more."""
+        try:
+            try:
+                self.sink.publish_error(label, reason)
+            except MemoryError:
+                self.sink.publish_error(
+                    label, OutputTransferError(str(reason), request_id=reason.request_id)
+                )
+        except OSError:
+            logger.debug("The reader of output %r is gone.", label.output_id)
+
+    def _bring_out(self, job: OutputJob, stream: SideStream | None) -> Any:
+        packed = job.packed
+        if not packed.has_device_leaves and packed.nbytes <= self.sink.inline_bytes:
+            timings = _host_times(job.timings, time.monotonic(), packed.leaf_nbytes)
+            return self.sink.publish(job.label, packed, None, timings)
+        destination = self.sink.allocate(packed.nbytes)
+        try:
+            timings = self._copy(job, destination, stream)
+            packed.drop()  # before anybody hears: who has the output finds its device memory free
+            return self.sink.publish(job.label, packed, destination, timings)
+        except BaseException:
+            if packed.has_device_leaves:
+                # A copy may still write to it. Where this fails too, nobody gets that memory again.
+                self.platform.synchronize_device(self.device)
+            self.sink.discard(destination)
+            raise
+
     def _copy(
-        self, job: OutputJob, destination: Destination | None, stream: SideStream | None
+        self, job: OutputJob, destination: Destination, stream: SideStream | None
     ) -> OutputTimings:
         started_at = time.monotonic()
-        if destination is None:
-            return _host_times(job.timings, started_at, job.packed.leaf_nbytes)
         if not job.packed.has_device_leaves:
             job.packed.write(destination.buffer)
             return _host_times(job.timings, started_at, job.packed.leaf_nbytes)
         if stream is not None and job.event is not None:
             try:
                 stream.wait_event(job.event)
-            except DEVICE_ERRORS as error:
-                self.fall_back("waiting for an event", error)
+            except Exception as error:  # noqa: BLE001 - boundary: a vendor's stream
+                self._fall_back("waiting for an event", error)
         with stream if stream is not None else contextlib.nullcontext():
             begun = self.record()
             job.packed.write(destination.buffer, non_blocking=True)
@@ -189,45 +217,42 @@ class OutputTransfer:
         try:
             if event.wait():
                 return
-        except DEVICE_ERRORS as error:
-            self.fall_back("waiting for a copy", error)
-            return
-        raise PlatformError(
-            f"A copy's event on {self.device} did not complete.", platform=self.platform.name
-        )
+            raise PlatformError(
+                "wait() without a time-out came back before the event", platform=self.platform.name
+            )
+        except Exception as error:  # noqa: BLE001 - boundary: a vendor's event
+            self._fall_back("waiting for a copy", error)
 
-    def fall_back(self, doing: str, error: Exception) -> None:
+    def _fall_back(self, doing: str, error: Exception) -> None:
         """Synchronize the device in place of a wait that failed; warn once.
 
         Raises:
             DeviceLostError: That failed too, or the device fails its sentinel check.
         """
-        if not self._warned:
-            self._warned = True
+        try:
+            self.platform.synchronize_device(self.device)
+        except Exception as fatal:
+            raise self._lost(describe_error(fatal)) from fatal
+        fault = self.platform.check_device(self.device)
+        if fault is not None:
+            raise self._lost(fault.reason) from error
+        with self._warning:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
             logger.warning(
                 "Platform %r failed at %s on %s (%s). Its device is synchronized instead: outputs "
                 "stay correct and no longer overlap.",
                 self.platform.name,
                 doing,
                 self.device,
-                error,
+                describe_error(error),
             )
-        try:
-            self.platform.synchronize_device(self.device)
-            fault = self.platform.check_device(self.device)
-        except DEVICE_ERRORS as fatal:
-            raise self._lost(str(fatal)) from fatal
-        if fault is not None:
-            raise self._lost(fault.reason) from error
 
     def diagnose(self, error: BaseException) -> BaseException:
         """Give the fault of the device in place of ``error``, if the device is lost."""
         if isinstance(error, DeviceLostError):
             return error
-        try:
-            fault = self.platform.check_device(self.device)
-        except DEVICE_ERRORS as fatal:
-            return self._lost(str(fatal))
+        fault = self.platform.check_device(self.device)
         if fault is None:
             return error
         lost = self._lost(fault.reason)
@@ -319,7 +344,12 @@ class AsyncOutputThread:
         return job.future
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until all outputs that were submitted so far are out; False if time ran out."""
+        """Wait until all outputs that were submitted so far are out; False if time ran out.
+
+        A thread that was not started yet has nobody to wait for: False if anything was submitted.
+        """
+        if self._thread.ident is None:
+            return self._jobs.empty()
         passed = threading.Event()
         with self._lock:
             if not self._is_closed:
@@ -329,15 +359,29 @@ class AsyncOutputThread:
         return passed.wait(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Bring out what was submitted, then end; False if it is not done by then. Idempotent."""
+        """Bring out what was submitted, then end; False if it is not done by then. Idempotent.
+
+        What was submitted to a thread that was never started fails.
+        """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._jobs.put(None)
         if self._thread.ident is None:
+            self._refuse_queued(EngineClosedError("The output thread was closed before it ran."))
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _refuse_queued(self, error: BaseException) -> None:
+        with self._lock:
+            self._is_closed = True
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if isinstance(job, threading.Event):
+                job.set()
+            elif job is not None:
+                self.transfer.fail(job, error)
 
     def __enter__(self) -> AsyncOutputThread:
         return self.start()
@@ -352,6 +396,7 @@ class AsyncOutputThread:
             stream = platform.side_stream(self.device, self._priority)
             self.transfer.start_clock(stream)
         except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
+            self._refuse_queued(error)
             self._started.set_exception(error)
             return
         self._started.set_result(None)
@@ -359,18 +404,25 @@ class AsyncOutputThread:
             if isinstance(job, threading.Event):
                 job.set()
             else:
-                self.transfer.run(job, stream)
+                self._run_one(job, stream)
             # The loop variable would keep the last output's tensors alive until the next one.
             del job
         self.transfer.sink.close()
 
+    def _run_one(self, job: OutputJob, stream: SideStream | None) -> None:
+        try:
+            self.transfer.run(job, stream)
+        except BaseException:
+            # Boundary: callbacks of whoever embeds this; later outputs have done nothing wrong.
+            logger.exception("What follows output %r raised.", job.label.output_id)
 
-def _transfer_error(label: OutputLabel, error: BaseException) -> BaseException:
+
+def transfer_error(label: OutputLabel, error: BaseException) -> OutputTransferError:
+    """Say of which output ``error`` was the end."""
     if isinstance(error, OutputTransferError):
         return error
     reason = OutputTransferError(
-        f"The output {label.output_id!r} could not be brought to the host: "
-        f"{type(error).__name__}: {error}",
+        f"The output {label.output_id!r} could not be brought to the host: {describe_error(error)}",
         request_id=label.output_id,
     )
     reason.__cause__ = error

@@ -11,6 +11,7 @@ from sidestream.config import PipelineConfig
 from sidestream.errors import ConfigError, DeviceMemoryError, ExecutionError, RequestError
 from sidestream.models.post_process import find_post_process
 from sidestream.request import DiffusionRequest
+from sidestream.transport.failure import describe_error
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,14 @@ class LoadedPipeline:
             if not callable(getattr(factory, method, None)):
                 raise ConfigError("pipeline", reference, f"a class with a method {method!r}")
         with torch.no_grad():
-            return cls(factory.load(config))
+            pipeline = factory.load(config)
+        if not callable(getattr(pipeline, "forward", None)):
+            raise ConfigError(
+                "pipeline",
+                reference,
+                f"a class whose load() returns a pipeline, not {type(pipeline).__name__}",
+            )
+        return cls(pipeline)
 
     def forward(self, requests: Sequence[DiffusionRequest]) -> list[Payload]:
         """Run one forward and queue the device part of post-processing behind it.
@@ -128,7 +136,7 @@ def _execution_error(error: BaseException, request_id: str | None) -> RequestErr
     import torch
 
     of_what = f"Request {request_id!r}" if request_id is not None else "A batch"
-    said = f"{type(error).__name__}: {error}"
+    said = describe_error(error)
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(
             f"{of_what} needs more device memory than is free: {said}", request_id=request_id

@@ -19,16 +19,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sidestream.config import PipelineConfig
 from sidestream.errors import (
     DeviceLostError,
     EngineClosedError,
+    ExecutionError,
     InvalidRequestError,
-    OutputTransferError,
+    RequestError,
 )
 from sidestream.platforms.device import DeviceEvent
 from sidestream.platforms.platform import Platform, load_plugin
@@ -42,9 +44,11 @@ from sidestream.protocol import (
     Shutdown,
 )
 from sidestream.request import DiffusionRequest, OutputTimings
+from sidestream.transport.channel import ChannelClosed
 from sidestream.transport.control_page import ControlPage
+from sidestream.transport.failure import describe_error, detach_frames
 from sidestream.transport.packing import unpack_bytes
-from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer
+from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
 from sidestream.worker.sink import OutputLabel, OutputSink
 
@@ -54,7 +58,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: How often a worker that waits for a place looks at the control page.
-_PLACE_POLL_S = 0.05
+_PLACE_POLL_S: Final = 0.05
+#: How long the outputs before a device's failure may take to show whose it is.
+_BLAME_S: Final = 10.0
+#: Methods of the worker that a Call may name; all others are the pipeline's.
+_OWN_METHODS: Final = ("ping", "drain_async_outputs", "describe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +216,7 @@ class Worker:
             ended_at = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
             place.give_back()
-            self._fail(command, error)
+            self._fail(error, partial(self._refuse, command))
             return
         self._port.send(
             AsyncDiffusionOutput(
@@ -244,7 +252,7 @@ class Worker:
             )
         except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on
             place.output_done()
-            self._fail_output(label, error)
+            self._fail(error, partial(self._fail_output, label))
             return
         job.on_done = place.output_done
         if self.output_thread is not None:
@@ -255,48 +263,61 @@ class Worker:
     def _call(self, command: Call) -> None:
         try:
             args, kwargs = unpack_bytes(command.arguments)
-            owner = self if hasattr(type(self), command.method) else self.pipeline.pipeline
+            owner = self if command.method in _OWN_METHODS else self.pipeline.pipeline
             target: Callable[..., Any] = getattr(owner, command.method)
             result = target(*args, **kwargs)
             message = AsyncDiffusionOutput(
                 kind=AsyncOutputKind.RPC_RESULT, rpc_id=command.rpc_id, result=result
             )
             self._port.send(message)
+        except ChannelClosed:
+            raise
         except BaseException as error:  # noqa: BLE001 - boundary: a user's method, or its result
-            self._port.send(
-                AsyncDiffusionOutput(
-                    kind=AsyncOutputKind.RPC_RESULT, rpc_id=command.rpc_id, error=error
+            reason = error
+            if not isinstance(error, Exception):
+                # Raised as it is in the caller, a SystemExit would end the main process.
+                reason = ExecutionError(
+                    f"Method {command.method!r} ended by {describe_error(error)}"
                 )
-            )
+                reason.__cause__ = error
+            detach_frames(reason)
+            self._send_error(reason, rpc_id=command.rpc_id)
 
     # --- failures -----------------------------------------------------------------------------
 
-    def _refuse(self, command: Execute, error: BaseException) -> None:
-        self._port.send(
-            AsyncDiffusionOutput(
-                kind=AsyncOutputKind.RPC_RESULT,
-                rpc_id=command.rpc_id,
-                attempt=command.attempt,
-                error=error,
-            )
-        )
-
-    def _fail(self, command: Execute, error: BaseException) -> None:
+    def _fail(self, error: BaseException, answer: Callable[[BaseException], None]) -> None:
+        """Report with ``answer`` what failed on this thread, and what that says of the device."""
         found = self._transfer.diagnose(error)
-        self._refuse(command, error)
-        _forget_frames(error)
-        if isinstance(found, DeviceLostError):
-            self._port.device_lost(found)
+        detach_frames(found)  # they hold the forward's tensors
+        if not isinstance(found, DeviceLostError):
+            answer(found)
+            return
+        # The fault may be of an earlier forward whose output is on its way. Then the output thread
+        # comes upon it, gives that request the error and ends the worker while this waits.
+        if self.output_thread is None or self.output_thread.drain(_BLAME_S):
+            answer(found)
+        self._port.device_lost(found)
+
+    def _refuse(self, command: Execute, error: BaseException) -> None:
+        if not isinstance(error, RequestError | EngineClosedError):
+            reason = ExecutionError(f"The forward failed: {describe_error(error)}")
+            reason.__cause__ = error
+            error = reason
+        self._send_error(error, rpc_id=command.rpc_id, attempt=command.attempt)
 
     def _fail_output(self, label: OutputLabel, error: BaseException) -> None:
-        reason = OutputTransferError(
-            f"The output {label.output_id!r} can't be sent: {error}", request_id=label.output_id
+        self._transfer.publish_error(label, transfer_error(label, error))
+
+    def _send_error(self, error: BaseException, *, rpc_id: int, attempt: int = 0) -> None:
+        message = AsyncDiffusionOutput(
+            kind=AsyncOutputKind.RPC_RESULT, rpc_id=rpc_id, attempt=attempt, error=error
         )
-        reason.__cause__ = error
-        self._transfer.sink.publish_error(label, reason)
-        if isinstance(error, DeviceLostError):
-            self._port.device_lost(error)
-        _forget_frames(error)
+        try:
+            self._port.send(message)
+        except MemoryError:
+            # Its text is long, and there is no memory to send it: then in few words.
+            brief = ExecutionError(describe_error(error))
+            self._port.send(replace(message, error=brief))
 
     # --- places and progress ------------------------------------------------------------------
 
@@ -343,22 +364,15 @@ class _Place:
 
 
 def _decode_request(data: bytes) -> DiffusionRequest:
-    request = unpack_bytes(data)
+    try:
+        request = unpack_bytes(data)
+    except BaseException as error:
+        # Classes of its inputs run their own code, and may be missing here.
+        raise InvalidRequestError(
+            f"A request can't be rebuilt in its worker: {describe_error(error)}"
+        ) from error
     if not isinstance(request, DiffusionRequest):
         raise InvalidRequestError(
             f"A worker received {type(request).__name__} in place of a DiffusionRequest."
         )
     return request
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of ``error`` and its causes: their frames hold the forward's tensors."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        link.__traceback__ = None
-        pending += [link.__cause__, link.__context__]
