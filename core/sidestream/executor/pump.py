@@ -69,6 +69,8 @@ class ResultChannel:
             self.messages.close()
             self.releases.close()
             self.arenas.close()
+            # It keeps a duplicate of released_fd, which only leases that live still need.
+            del self.arenas
             os.close(self.released_fd)
 
 
@@ -210,8 +212,11 @@ class ResultPumpThread:
 
     # --- one channel --------------------------------------------------------------------------
 
+    # The selector reports several descriptors at a time, and what one of them tells may have closed
+    # the channel of the next one. So each of these looks first.
+
     def _on_ready(self, channel: ResultChannel, mask: int) -> None:
-        if mask & _WRITE:
+        if mask & _WRITE and channel.is_open:
             self._flush(channel)
         if mask & _READ:
             self._read(channel)
@@ -262,12 +267,16 @@ class ResultPumpThread:
             self._selector.modify(channel.messages.fileno(), wanted, key.data)
 
     def _on_released(self, channel: ResultChannel) -> None:
+        if not channel.is_open:
+            return
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(channel.released_fd)
         channel.release_outbox.extend(channel.arenas.take_releases())
         self._flush_releases(channel)
 
     def _flush_releases(self, channel: ResultChannel) -> None:
+        if not channel.is_open:
+            return
         try:
             while channel.release_outbox and channel.releases.try_send_bytes(
                 channel.release_outbox[0]

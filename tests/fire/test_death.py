@@ -1,0 +1,306 @@
+"""Who dies, how and when, and what everybody else sees of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import sidestream
+from sidestream import DiffusionRequest
+
+soak = pytest.mark.soak
+
+#: A second is promised; more is given where tests share their machine.
+PROMPT_S = 5.0
+
+HOWS = ("SIGKILL", "SIGTERM", "SIGSEGV", "exit 3")
+RAISES, FAILS, GONE = "the constructor raises", "whoever waits is told", "nothing is left"
+#: Who dies, how, in which phase (of main: what its workers are doing), and what has to follow.
+TABLE = [
+    *(("worker", how, "load", RAISES) for how in HOWS),
+    *(("worker", how, "idle", FAILS) for how in HOWS),
+    *(("worker", how, "forward", FAILS) for how in HOWS),
+    *(("worker", how, "forward that holds the GIL", FAILS) for how in HOWS),
+    *(("worker", how, "computed", FAILS) for how in HOWS),
+    *(("worker", how, "copying", FAILS) for how in HOWS),
+    *(("worker", how, "sending a call's result", FAILS) for how in HOWS),
+    *(("worker", how, "sending an output's head", FAILS) for how in HOWS),
+    ("main", "SIGKILL", "hold the GIL, children live on", GONE),
+    ("main", "SIGKILL", "load, wait", GONE),
+    ("main, then workers", "SIGKILL", "wait", GONE),
+    ("workers, then main", "SIGKILL", "wait", GONE),
+    ("process group of main", "SIGKILL", "hold the GIL", GONE),
+    ("everybody", "SIGKILL", "hold the GIL, children live on", GONE),
+]
+#: In the fast cut: every way to die, the phases that differ most.
+FAST = [
+    ("worker", "SIGKILL", "load", RAISES),
+    ("worker", "SIGTERM", "idle", FAILS),
+    ("worker", "SIGKILL", "forward that holds the GIL", FAILS),
+    ("worker", "SIGSEGV", "copying", FAILS),
+    ("worker", "exit 3", "sending a call's result", FAILS),
+    ("main", "SIGKILL", "hold the GIL, children live on", GONE),
+]
+
+
+def rows(expectation: str) -> list:
+    return [
+        pytest.param(*row[:3], marks=() if row in FAST else soak, id="-".join(row[:3]))
+        for row in TABLE
+        if row[3] == expectation
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(no_leaks):
+    """Of every test in this file."""
+
+
+class Pipes:
+    """Named pipes to a worker: where it is, and how it shall end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes, self.orders = folder / "notes", folder / "orders"
+        os.mkfifo(self.notes)
+        os.mkfifo(self.orders)
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"notes": str(self.notes), "orders": str(self.orders)}
+
+    def note(self) -> int:
+        """Wait until the worker is where the test wants it; gives its pid."""
+        return int(self.notes.read_text())
+
+
+@pytest.fixture
+def pipes(tmp_path):
+    return Pipes(tmp_path)
+
+
+def end(pid: int, how: str, pipes: Pipes) -> None:
+    if how == "exit 3":
+        pipes.orders.write_text("3\n")
+    else:
+        os.kill(pid, signal.Signals[how])
+
+
+def assert_names(error: BaseException | None, how: str, pid: int) -> None:
+    assert isinstance(error, sidestream.WorkerDiedError)
+    assert (error.rank, error.pid) == (0, pid)
+    if how == "exit 3":
+        assert (error.exit_code, error.signal) == (3, None)
+        assert "exited with code 3" in str(error)
+    else:
+        assert (error.exit_code, error.signal) == (-signal.Signals[how], how)
+        assert how in str(error)
+
+
+@pytest.mark.parametrize(("who", "how", "phase"), rows(FAILS))
+def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes, eventually):
+    on_sim = phase in ("computed", "copying")
+    engine = start(platform="sim" if on_sim else "cpu", pipeline_options=pipes.options)
+    pid = engine.executor.process.pid
+    calls = ThreadPoolExecutor(4)
+    handles, pending = [], []
+
+    def call(method):
+        pending.append(calls.submit(engine.executor.collective_rpc, method))
+
+    def submit(*prompts):
+        handles.extend(engine.submit(DiffusionRequest(prompt)) for prompt in prompts)
+
+    match phase:
+        case "forward":
+            submit("wait", "", "", "")
+        case "forward that holds the GIL":
+            submit("exit while holding the GIL" if how == "exit 3" else "hold the GIL", "", "")
+        case "computed" | "copying":
+            held = "hold_forwards" if phase == "computed" else "hold_copies"
+            engine.executor.collective_rpc(held)
+            submit("")
+            handles[0].compute_done.result(30)
+            submit("", "", "")
+            call("wait")
+        case "sending a call's result":
+            call("large_result")
+        case "sending an output's head":
+            submit("large head", "", "")
+    if phase not in ("idle", "computed", "copying"):
+        pipes.note()
+        call("pid")
+        call("pid")
+        assert eventually(lambda: engine.stats()["calls"] >= 2)
+    in_flight = [handle.request_id for handle in handles[:1]]
+
+    if how != "exit 3" or phase != "forward that holds the GIL":
+        end(pid, how, pipes)
+    # Without any traffic.
+    assert eventually(lambda: not engine.health().ok)
+    for handle in handles:
+        for future in (handle.future(), handle.output_ready):
+            error = future.exception(PROMPT_S)
+            assert_names(error, how, pid)
+            assert set(in_flight) <= set(error.request_ids)
+        assert handle.compute_done.done()
+    for future in pending:
+        assert_names(future.exception(PROMPT_S), how, pid)
+    calls.shutdown()
+    with pytest.raises(sidestream.WorkerDiedError) as refused:
+        engine.submit(DiffusionRequest(""))
+    assert_names(refused.value, how, pid)
+    with pytest.raises(sidestream.WorkerDiedError):
+        engine.executor.collective_rpc("pid")
+    assert str(pid) in engine.health().reason
+
+
+@pytest.mark.parametrize(("who", "how", "phase"), rows(RAISES))
+def test_a_worker_that_dies_while_it_loads_fails_the_constructor(who, how, phase, start, pipes):
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start, pipeline_options={**pipes.options, "at_load": "wait"})
+        pid = pipes.note()
+        end(pid, how, pipes)
+        error = starting.exception(PROMPT_S)
+    assert isinstance(error, sidestream.WorkerStartError)
+    assert error.stage == "pipeline"
+    assert_names(error.__cause__, how, pid)
+
+
+def test_a_worker_killed_while_it_writes_a_large_message_leaves_no_part_of_it(start):
+    engine = start()
+    with pytest.raises(sidestream.WorkerDiedError, match="SIGKILL"):
+        engine.executor.collective_rpc("die_while_writing", timeout_s=60)
+
+
+def test_outputs_outlive_their_worker(start, eventually):
+    engine = start(platform="sim")
+    output = engine.submit(DiffusionRequest("")).result(30)
+    assert output.timings.carrier == "slot"
+    os.kill(engine.executor.process.pid, signal.SIGKILL)
+    assert eventually(lambda: not engine.health().ok)
+    engine.close()
+    assert torch.equal(output.output["image"], torch.full((3, 64, 64), 7.0))
+    output.output["image"].fill_(1)
+
+
+def test_helpers_of_a_killed_worker_go_with_it_unless_they_left_its_session(start, eventually):
+    engine = start()
+    ((children, apart),) = engine.executor.collective_rpc("start_helpers")
+    try:
+        os.kill(engine.executor.process.pid, signal.SIGKILL)
+        # A helper holds the other end of the socket, so its end tells nothing.
+        assert eventually(lambda: not engine.health().ok)
+        assert eventually(lambda: not any(map(is_running, children)))
+        assert all(map(is_running, apart))
+    finally:
+        for pid in apart:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(start, pipes):
+    engine = start(pipeline_options=pipes.options)
+    handle = engine.submit(DiffusionRequest("ignore SIGTERM"))
+    pid = pipes.note()
+    before = time.monotonic()
+    engine.close(timeout_s=0.1)
+    assert time.monotonic() - before < PROMPT_S
+    assert isinstance(handle.exception(0), sidestream.EngineClosedError)
+    assert not is_running(pid)
+
+
+def test_a_refusal_does_not_grow_with_each_time_it_is_raised(start, eventually):
+    engine = start()
+    os.kill(engine.executor.process.pid, signal.SIGKILL)
+    assert eventually(lambda: not engine.health().ok)
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(sidestream.WorkerDiedError) as caught:
+            engine.executor.collective_rpc("pid")
+        depths.add(len(caught.traceback))
+    assert len(depths) == 1
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- the main process -----------------------------------------------------------------------------
+
+#: Engines in several phases at once, and children of main and of a worker that live on.
+MAIN = """
+idle = start()
+family = []
+if "children live on" in sys.argv:
+    (family,) = idle.executor.collective_rpc("start_helpers")
+engines = [idle]
+for what in sys.argv[2:]:
+    if what == "children live on":
+        continue
+    notes = os.path.join(sys.argv[1], "notes")
+    if not os.path.exists(notes):
+        os.mkfifo(notes)
+    if what == "load":
+        threading.Thread(target=start, kwargs={"pipeline_options":
+            {"notes": notes, "at_load": "wait"}}, daemon=True).start()
+    else:
+        engines.append(start(pipeline_options={"notes": notes}))
+        engines[-1].submit(DiffusionRequest(what))
+    open(notes).read()
+child = 0
+if family:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+say(child, *[e.executor.process.pid for e in engines])
+say(*(family[1] if family else [0]))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("who", "how", "phase"), rows(GONE))
+def test_nothing_outlives_a_killed_main_process(who, how, phase, script, tmp_path):
+    main = script(MAIN, tmp_path, *phase.split(", "))
+    child, *workers = map(int, main.line())
+    apart = set(map(int, main.line()))
+    assert not main.files("/dev/shm/")
+    victims = {
+        "main": [main.pid],
+        "main, then workers": [main.pid, *workers],
+        "workers, then main": [*workers, main.pid],
+        "process group of main": [],
+        "everybody": main.family(),
+    }[who]
+    if not victims:
+        main.signal_group(signal.Signals[how])
+    for pid in victims:
+        os.kill(pid, signal.Signals[how])
+    # What a user forked, and what took a session of its own, is theirs to end.
+    assert main.is_gone(PROMPT_S, but={child, *apart})
+    assert os.listdir(tmp_path) == ["notes"]
+
+
+def test_a_worker_is_found_dead_by_every_thread_that_waits(start, pipes):
+    engine = start(pipeline_options=pipes.options)
+    handles = [engine.submit(DiffusionRequest("wait")) for _ in range(20)]
+    seen: list[BaseException | None] = []
+    threads = [
+        threading.Thread(target=lambda h=handle: seen.append(h.exception(30)))
+        for handle in handles
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    os.kill(pipes.note(), signal.SIGKILL)
+    for thread in threads:
+        thread.join(30)
+    assert [type(error) for error in seen] == [sidestream.WorkerDiedError] * 40
