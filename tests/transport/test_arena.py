@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import warnings
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sidestream.errors import InternalError
 from sidestream.transport.arena import RETIRED, TOKEN, SlotPool
 from sidestream.transport.lease import ArenaMap
-from sidestream.transport.memory import HostMemoryError
+from sidestream.transport.memory import HostMemoryError, attach
 
 MIB = 1 << 20
 
@@ -207,6 +208,81 @@ def test_arenas_grow_with_demand_up_to_the_budget(make_pool):
         sizes.append(pool.stats.arena_bytes // MIB)
     assert sorted(set(sizes)) == [4, 8, 16, 30]
     assert (pool.stats.one_shots, pool.stats.arena_bytes) == (10, 30 * MIB)
+
+
+def test_an_arena_for_large_outputs_holds_one(make_pool):
+    pool = make_pool(1000 * MIB)
+    pool.acquire(20 * MIB)
+    assert pool.stats.arena_bytes == 64 * MIB
+    pool.acquire(100 * MIB)
+    assert pool.stats.arena_bytes == 164 * MIB
+
+
+def test_idle_arenas_make_room_for_a_larger_output(make_pool):
+    pool = make_pool(16 * MIB)
+    small = [pool.acquire(MIB) for _ in range(16)]
+    idle = [slot.arena_id for slot in small if slot.arena_id != small[-1].arena_id]
+    for slot in small[:8]:
+        pool.release(slot.token)
+    assert pool.acquire(9 * MIB).is_one_shot  # the last arena is in use: nothing would be won
+    assert pool.take_dropped() == []
+    large = pool.acquire(6 * MIB)
+    assert not large.is_one_shot
+    assert pool.take_dropped() == sorted(set(idle))
+    assert (pool.stats.arenas, pool.stats.arena_bytes) == (2, 16 * MIB)
+    assert pool.acquire(6 * MIB).is_one_shot
+
+
+def test_an_arena_in_use_is_never_dropped(make_pool):
+    pool = make_pool(4 * MIB)
+    slot = pool.acquire(10)
+    slot.buffer.fill_(7)
+    assert pool.acquire(4 * MIB).is_one_shot
+    assert (pool.take_dropped(), slot.buffer.unique().tolist()) == ([], [7])
+
+
+def test_a_dropped_arena_is_free_memory_at_once_though_the_reader_has_it_mapped(make_pool):
+    pool = make_pool(16 * MIB)
+    slot = pool.acquire(MIB)
+    fd = os.dup(slot.fd)
+    try:
+        reader = attach(fd, slot.arena_nbytes)
+        pool.announced(slot)
+        assert os.fstat(fd).st_blocks > 0
+        pool.release(slot.token)
+        assert not pool.acquire(16 * MIB).is_one_shot
+        assert pool.take_dropped() == [slot.arena_id]
+        assert os.fstat(fd).st_blocks == 0
+        del reader
+    finally:
+        os.close(fd)
+
+
+def test_what_a_forked_child_may_read_is_not_freed_with_its_arena(make_pool):
+    pool = make_pool(4 * MIB)
+    slots = [pool.acquire(MIB) for _ in range(4)]
+    slots[0].buffer.fill_(7)
+    pool.retire(slots[0].token)
+    for slot in slots[1:]:
+        pool.release(slot.token)
+    pool.acquire(4 * MIB)
+    assert pool.take_dropped() == [slots[0].arena_id]
+    assert slots[0].buffer.unique().tolist() == [7]
+
+
+def test_without_memory_for_a_large_output_idle_arenas_are_given_up(fork):
+    def starve():
+        pool = SlotPool(64 * MIB)
+        idle = [pool.acquire(8 * MIB) for _ in range(8)]
+        for slot in idle:
+            pool.release(slot.token)
+        del idle, slot
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + 60 * MIB, -1))
+        slot = pool.acquire(100 * MIB)
+        return slot.is_one_shot, pool.stats.arenas
+
+    assert fork(starve).result() == (True, 0)
 
 
 def test_an_output_larger_than_the_budget_gets_memory_of_exactly_its_size(make_pool):

@@ -305,6 +305,19 @@ def test_an_image_travels_in_the_slot():
     assert_same(through_a_slot({"images": [image]}), {"images": [image]})
 
 
+@pytest.mark.parametrize("mode", ["P", "PA"])
+@pytest.mark.parametrize("colors", ["RGB", "RGBA", "CMYK"])
+def test_a_palette_keeps_its_colors_and_their_transparency(mode, colors):
+    image = Image.linear_gradient("L").convert(mode)
+    image.putpalette(np.random.default_rng(0).bytes(256 * len(colors)), colors)
+    image.info["from"] = "a test"
+    for got in (through_a_slot([image])[0], unpack_bytes(pack_bytes(image, root="x"))):
+        assert (got.mode, got.palette.mode) == (image.mode, image.palette.mode)
+        assert got.getpalette(colors) == image.getpalette(colors)
+        assert got.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+        assert got.info == image.info
+
+
 def test_a_subclass_keeps_its_attributes_and_a_parameter_its_gradient_flag():
     marked = torch.ones(2).as_subclass(Marked)
     marked.prompt = "a cat"

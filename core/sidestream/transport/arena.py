@@ -25,8 +25,12 @@ RETIRED: Final = 1 << 63
 
 #: An arena holds at least this much, so that small outputs don't make an arena each.
 _MIN_ARENA_BYTES: Final = 4 << 20
-#: A new arena holds this many outputs of the size that asked for it.
+#: A new arena holds this many outputs of the size that asked for it, and at least as much as all
+#: arenas before it, so that there are few of them...
 _SLOTS_PER_ARENA: Final = 4
+#: ...but no more than this, or one output: who waits for that one pays for every page of the arena
+#: (0.4 to 1.4 ms/MB, and 0.05 to lock it).
+_LARGE_ARENA_BYTES: Final = 64 << 20
 
 
 class Slot:
@@ -83,9 +87,10 @@ class PoolStats:
 class SlotPool:
     """Gives slots to outputs; used by one thread, the one that writes them.
 
-    Arenas grow on demand up to the budget, are page-locked once, and stay: unlocking one while a
-    device is busy stalls it. When they are leased out an output gets a memfd of its own, so that
-    a reader that keeps results neither blocks the writer nor loses finished work.
+    Arenas grow on demand up to the budget, are page-locked once, and stay while they are of use:
+    unlocking one while a device is busy stalls it. Idle ones that are too small for an output make
+    room for a larger one. When they are leased out an output gets a memfd of its own, so that a
+    reader that keeps results neither blocks the writer nor loses finished work.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class SlotPool:
 
     @property
     def stats(self) -> PoolStats:
-        """Count what there is."""
+        """Count what there is; any thread."""
         return PoolStats(
             arenas=len(self._arenas),
             arena_bytes=self._arena_bytes(),
@@ -133,7 +138,7 @@ class SlotPool:
         arena = self._best_fit(room) or self._grow(room)
         if arena is not None:
             return self._register(arena, arena.take(room), nbytes)
-        block = Block(self._next_block_id(), max(nbytes, 1))
+        block = self._one_shot(max(nbytes, 1))
         self._one_shots += 1
         return self._register(block, 0, nbytes)
 
@@ -184,7 +189,10 @@ class SlotPool:
         return taken
 
     def take_dropped(self) -> list[int]:
-        """Give the arenas dropped since the last call, for the reader to unmap them too."""
+        """Give the arenas dropped since the last call, for the reader to unmap them too.
+
+        Taking in releases drops arenas, and so does a slot for which there was no room.
+        """
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -228,16 +236,45 @@ class SlotPool:
 
     def _grow(self, room: int) -> Arena | None:
         """Add an arena, a small one if there is no memory for a large one, or none."""
-        left, least = self._budget_left(), _round_up(room, mmap.PAGESIZE)
+        least = _round_up(room, mmap.PAGESIZE)
+        self._make_room(least)
+        left = self._budget_left()
         if least > left:
             return None
-        wanted = max(_SLOTS_PER_ARENA * least, self._arena_bytes(), _MIN_ARENA_BYTES)
-        for nbytes in sorted({min(wanted, left), least}, reverse=True):
+        for nbytes in sorted({min(self._step(least), left), least}, reverse=True):
             try:
                 return self._add_arena(nbytes)
             except HostMemoryError:
                 continue
         return None
+
+    def _step(self, least: int) -> int:
+        """Choose the size of a new arena for outputs of ``least``."""
+        wanted = max(_SLOTS_PER_ARENA * least, self._arena_bytes(), _MIN_ARENA_BYTES)
+        return max(least, min(wanted, _LARGE_ARENA_BYTES))
+
+    def _make_room(self, least: int) -> None:
+        """Drop idle arenas if the budget then has room."""
+        idle_bytes = sum(arena.nbytes for arena in self._arenas.values() if arena.is_idle)
+        if self._budget_left() + idle_bytes >= least:
+            while self._budget_left() < least:
+                self._drop_idle()
+
+    def _one_shot(self, nbytes: int) -> Block:
+        while True:
+            try:
+                return Block(self._next_block_id(), nbytes)
+            except HostMemoryError:
+                # Idle arenas keep memory from others and have no room for this: better none.
+                if not self._drop_idle():
+                    raise
+
+    def _drop_idle(self) -> bool:
+        """Drop the oldest and so, as a rule, the smallest arena of which nothing is in use."""
+        arena = next((arena for arena in self._arenas.values() if arena.is_idle), None)
+        if arena is not None:
+            self._drop(arena)
+        return arena is not None
 
     def _add_arena(self, nbytes: int) -> Arena:
         arena = Arena(self._next_block_id(), nbytes)
@@ -252,16 +289,20 @@ class SlotPool:
 
     def _drop_if_spent(self, arena: Arena) -> None:
         if arena.is_spent:
-            del self._arenas[arena.id]
-            self._dropped.append(arena.id)
-            arena.close()
+            self._drop(arena)
+
+    def _drop(self, arena: Arena) -> None:
+        del self._arenas[arena.id]
+        self._dropped.append(arena.id)
+        arena.drop()
 
     def _next_block_id(self) -> int:
         self._blocks_made += 1
         return self._blocks_made
 
     def _arena_bytes(self) -> int:
-        return sum(arena.nbytes for arena in self._arenas.values())
+        # Of a copy, which is made in one go: other threads may ask for statistics.
+        return sum(arena.nbytes for arena in list(self._arenas.values()))
 
     def _budget_left(self) -> int:
         left = self._budget_bytes - self._arena_bytes()

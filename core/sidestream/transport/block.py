@@ -55,9 +55,14 @@ class Arena(Block):
         self._retired_bytes = 0
 
     @property
+    def is_idle(self) -> bool:
+        """Tell whether none of its slots is in use."""
+        return not self._in_use
+
+    @property
     def is_spent(self) -> bool:
         """Tell whether it is more useful as free memory."""
-        return not self._in_use and 2 * self._retired_bytes >= self.nbytes
+        return self.is_idle and 2 * self._retired_bytes >= self.nbytes
 
     def best_fit(self, room: int) -> int | None:
         """Give the size of the smallest free range of at least ``room``."""
@@ -92,3 +97,9 @@ class Arena(Block):
         """Never give a range out again."""
         self._in_use -= 1
         self._retired_bytes += room
+
+    def drop(self) -> None:
+        """Let go of an idle arena, whose memory is free at once if nobody can read it any more."""
+        self.close()
+        if not self._retired_bytes:
+            self._mapping.free_pages()

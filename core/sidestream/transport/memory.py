@@ -35,6 +35,7 @@ _LIBC.mmap.argtypes = (
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MAP_FIXED: Final = 0x10  # linux/mman.h; the mmap module has no name for it
+_MADV_REMOVE: Final = 9  # linux/mman.h
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h, Linux 5.14
 _MFD_NOEXEC_SEAL: Final = 0x8  # linux/memfd.h, Linux 6.3; required where vm.memfd_noexec is 2
 
@@ -86,6 +87,11 @@ class Mapping:
     def view(self) -> memoryview:
         """View everything."""
         return memoryview(self._memory)
+
+    def free_pages(self) -> None:
+        """Give the memory back now, whoever else has it mapped; it reads as zeros from then on."""
+        # Where the kernel refuses, the memory goes with the last mapping.
+        _LIBC.madvise(self.address, self.nbytes, _MADV_REMOVE)
 
 
 def allocate(nbytes: int) -> tuple[int, Mapping]:

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import pickle
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Final
 
@@ -74,6 +75,18 @@ class _Pickler(pickle.Pickler):
             self._known[id(obj)] = known = obj, pid
         return known[1]
 
+    def reducer_override(self, obj: Any) -> Any:
+        pillow = sys.modules.get("PIL.Image")  # without it there is no image
+        if pillow is None or not isinstance(obj, pillow.Image):
+            return NotImplemented
+        palette = obj.palette
+        if palette is None or palette.mode == "RGB":
+            return NotImplemented
+        # Pillow pickles the colors of a palette without their transparency.
+        make, arguments, state = obj.__reduce_ex__(5)[:3]
+        colors = palette.mode, bytes(obj.getpalette(palette.mode))
+        return make, arguments, (state, colors), None, None, _restore_image
+
     def _pull_out(self, kind: int, obj: Any) -> tuple[Any, ...]:
         leaf: Leaf | None
         rebuild: tuple[Any, ...] = ()
@@ -93,6 +106,12 @@ class _Pickler(pickle.Pickler):
         self._nbytes += leaf.room
         self.leaves.append(leaf)
         return number, kind, leaf.offset, leaf.nbytes, rebuild
+
+
+def _restore_image(image: Any, state: tuple[Any, tuple[str, bytes]]) -> None:
+    own, (mode, colors) = state
+    image.__setstate__(own)
+    image.putpalette(colors, mode)
 
 
 def dump(tree: Any, root: str) -> tuple[bytes, list[Leaf]]:

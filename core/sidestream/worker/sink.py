@@ -130,7 +130,7 @@ class HostSink:
         leaves = None if destination is None else destination.buffer.numpy()
         tree = unpack(packed.head, leaves)
         if self._deliver is not None:
-            self._deliver(label, tree, timings, packed.nbytes)
+            self._deliver(label, tree, timings, packed.nbytes + len(packed.head))
         return tree
 
     def publish_error(self, label: OutputLabel, error: BaseException) -> None:
@@ -181,8 +181,13 @@ class SlotSink:
 
     def allocate(self, nbytes: int) -> Slot:
         """Take a free slot, after taking in what came back."""
-        self._take_releases()
-        return self._pool.acquire(nbytes)
+        while (chunk := self._releases.receive_bytes()) is not None:
+            self._pool.take_releases(chunk)
+        try:
+            return self._pool.acquire(nbytes)
+        finally:
+            for arena_id in self._pool.take_dropped():
+                self._messages.send(Frame(kind=ARENA_DROPPED, arena_id=arena_id))
 
     def publish(
         self,
@@ -228,9 +233,3 @@ class SlotSink:
     def close(self) -> None:
         """Unlock and unmap the arenas."""
         self._pool.close()
-
-    def _take_releases(self) -> None:
-        while (chunk := self._releases.receive_bytes()) is not None:
-            self._pool.take_releases(chunk)
-        for arena_id in self._pool.take_dropped():
-            self._messages.send(Frame(kind=ARENA_DROPPED, arena_id=arena_id))
