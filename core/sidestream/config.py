@@ -49,6 +49,10 @@ class EngineConfig:
     max_pending_outputs: int = 2
     #: Bytes of outputs that are ready and not taken; over it no request is sent to a worker.
     host_buffer_bytes: int = 512 * MIB
+    #: Compatible requests that share a forward, where the pipeline supports it.
+    max_batch_size: int = 1
+    #: How long the oldest request waits for others to share its forward.
+    max_batch_wait_s: float = 0.0
     #: Requests that wait in the main process; ``submit`` raises over it, ``generate`` waits.
     max_queued_requests: int = 1024
     #: How long a starting worker may show no progress.
@@ -67,12 +71,19 @@ class EngineConfig:
         if len(devices) != 1 or not all(isinstance(i, int) and i >= 0 for i in devices):
             raise ConfigError("devices", self.devices, "one device index, such as (0,)")
         object.__setattr__(self, "devices", devices)
-        for name in ("dispatch_depth", "max_pending_outputs", "max_queued_requests"):
+        for name in (
+            "dispatch_depth",
+            "max_pending_outputs",
+            "max_batch_size",
+            "max_queued_requests",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a positive integer")
         if not isinstance(self.host_buffer_bytes, int) or self.host_buffer_bytes < 0:
             raise ConfigError("host_buffer_bytes", self.host_buffer_bytes, "a number of bytes")
+        if not self.max_batch_wait_s >= 0:
+            raise ConfigError("max_batch_wait_s", self.max_batch_wait_s, "seconds, 0 or more")
         if not self.start_timeout_s > 0:
             raise ConfigError("start_timeout_s", self.start_timeout_s, "a positive number")
 

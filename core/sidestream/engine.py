@@ -19,6 +19,7 @@ from sidestream.config import EngineConfig
 from sidestream.errors import InvalidRequestError, MissingDependencyError
 from sidestream.handle import RequestHandle
 from sidestream.request import DiffusionRequest, SamplingParams
+from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
     from sidestream.executor.base import Executor, Health
@@ -92,6 +93,7 @@ class DiffusionEngine:
             dtype=config.dtype,
             async_output=config.async_output,
             max_pending_outputs=config.max_pending_outputs,
+            announce_last_step=config.max_batch_size > 1,
             slot_budget_bytes=config.host_buffer_bytes,
         )
         if config.executor == "uniproc":
@@ -127,9 +129,9 @@ class DiffusionEngine:
         params = request.sampling_params.with_defaults(self._source.defaults)
         if params.seed is None:
             params = replace(params, seed=random.randint(0, _MAX_SEED))
-        flight = self.executor.make_flight(
-            replace(request, sampling_params=params), want=self._loop.want
-        )
+        request = replace(request, sampling_params=params)
+        flight = self.executor.make_flight(request, want=self._loop.want)
+        flight.batch_key = batch_key(request)
         self._loop.add(flight)
         return RequestHandle(flight, self)
 

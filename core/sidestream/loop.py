@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sidestream.errors import EngineClosedError
@@ -58,7 +59,12 @@ class EngineLoop:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._limit = config.host_buffer_bytes
         self._executor = executor
-        self._scheduler: RequestScheduler[Flight] = RequestScheduler(config.max_queued_requests)
+        self._max_batch_size = config.max_batch_size
+        self._scheduler: RequestScheduler[Flight] = RequestScheduler(
+            config.max_queued_requests,
+            max_batch_size=config.max_batch_size,
+            max_batch_wait_s=config.max_batch_wait_s,
+        )
         self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ready = ReadyBytes(self._inbox)
         # Guards the scheduler, the wanted ids and the refusal; notified when there is room.
@@ -72,11 +78,15 @@ class EngineLoop:
         self.failed = 0
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
+        executor.on_batch_failed = self._on_batch_failed
         executor.on_broken = self.refuse
         self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; the worker is up and has said what its pipeline can do."""
+        self._batches = self._max_batch_size > 1 and bool(
+            self._executor.worker.get("supports_request_batch")
+        )
         self._thread.start()
 
     # --- any thread ---------------------------------------------------------------------------
@@ -90,7 +100,10 @@ class EngineLoop:
         """
         with self._room:
             self.check_open()
-            self._scheduler.add(flight.output_id, flight, request_id=flight.request_id)
+            if not self._batches:
+                flight.batch_key = None
+            self._scheduler.add(flight)
+            self._executor.table.add_flight(flight)
             self.submitted += 1
         self.wake()
 
@@ -126,6 +139,7 @@ class EngineLoop:
             self._wanted.clear()
             self._room.notify_all()
         for flight in waiting:
+            self._executor.table.drop_flight(flight)
             flight.fail(error)
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -145,10 +159,8 @@ class EngineLoop:
                     return False
 
     def flights(self) -> list[Flight]:
-        """List what is queued, then what is with the executor."""
-        with self._room:
-            waiting = self._scheduler.items()
-        return waiting + self._executor.table.flights()
+        """List what is queued or with the executor, in the order of submission."""
+        return self._executor.table.flights()
 
     def counts(self) -> dict[str, Any]:
         """Count requests and bytes."""
@@ -184,11 +196,30 @@ class EngineLoop:
         self._ready.add(delivery.nbytes)
         delivery.count(self._ready.free)
 
+    def _on_batch_failed(self, flights: Sequence[Flight], delivery: Delivery) -> None:
+        """Run each member of a batch again alone: one of them may have failed all."""
+        delivery.discard()
+        with self._room:
+            refusal = self._refusal
+            if refusal is None:
+                for flight in flights:
+                    flight.attempt += 1
+                    flight.batch_key = None
+                self._scheduler.put_back(list(flights))
+        if refusal is not None:
+            for flight in flights:
+                self._executor.table.drop_flight(flight)
+                flight.fail(refusal)
+        self.wake()
+
     # --- the loop -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._inbox.get()
+            try:
+                self._inbox.get(timeout=self._pause_s())
+            except queue.Empty:
+                pass
             if self._is_abandoned:
                 self.refuse(EngineClosedError("The engine was dropped without close()."))
                 self._executor.shutdown(timeout_s=0.0)
@@ -196,18 +227,27 @@ class EngineLoop:
             while self._dispatch_next():
                 pass
 
+    def _pause_s(self) -> float | None:
+        """Say how long nothing can become due by itself."""
+        with self._room:
+            ready_at = self._scheduler.ready_at()
+        if ready_at is None or not self._executor.has_capacity(bind_late=self._batches):
+            return None
+        pause_s = ready_at - time.monotonic()
+        # What is due and was not sent waits for something that wakes the loop.
+        return pause_s if pause_s > 0 else None
+
     def _dispatch_next(self) -> bool:
-        if not self._executor.has_capacity():
+        if not self._executor.has_capacity(bind_late=self._batches):
             return False
         with self._room:
-            flight = self._scheduler.peek()
-            if flight is None:
+            ready_at = self._scheduler.ready_at()
+            if ready_at is None or ready_at > time.monotonic():
                 return False
             if not self._wanted and self._ready.value() > self._limit:
                 return False
-            self._scheduler.take()
-            self._wanted.discard(flight.output_id)
-            # Inside the lock: between the queue and the table nobody would find the request.
-            self._executor.dispatch([flight])
-            self._room.notify()
+            batch = self._scheduler.take()
+            self._wanted.difference_update(flight.key for flight in batch)
+            self._executor.dispatch(batch)
+            self._room.notify(len(batch))
         return True

@@ -24,7 +24,7 @@ class AsyncOutputKind(enum.IntEnum):
     OUTPUT_READY = 2
     #: A call's return value, or the error of a call or of a forward.
     RPC_RESULT = 3
-    #: A sign of life: a stage of the start-up.
+    #: A sign of life: a stage of the start-up, or that a forward is at its last step.
     PROGRESS = 4
 
 
@@ -52,9 +52,10 @@ class Execute:
     """Run one forward over ``requests``; ``output_ids`` names each one's output."""
 
     rpc_id: int
-    attempt: int
     output_ids: tuple[str, ...]
-    #: Packed requests, in the order of ``output_ids``.
+    #: Which run of each request this is, in the order of ``output_ids``.
+    attempts: tuple[int, ...]
+    #: Packed requests, in that order too.
     requests: tuple[bytes, ...]
 
 

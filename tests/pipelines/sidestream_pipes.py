@@ -166,3 +166,45 @@ class NoForward:
     @classmethod
     def load(cls, config):
         return cls()
+
+
+class Batching(Gradient):
+    """Runs requests together, and remembers with whom each one ran.
+
+    Prompts: "raise" fails the whole batch, "member" only itself, "none" gives no payload.
+    """
+
+    supports_request_batch = True
+
+    def __init__(self):
+        self.batches = []
+
+    def forward(self, requests):
+        self.batches.append([r.request_id for r in requests])
+        if any(r.prompt == "raise" for r in requests):
+            raise ValueError("one of you is bad")
+        fates = {"member": ValueError("only me"), "none": None}
+        outputs = super().forward(requests)
+        return [
+            fates[r.prompt] if r.prompt in fates else output
+            for r, output in zip(requests, outputs, strict=True)
+        ]
+
+    def seen(self):
+        batches, self.batches = self.batches, []
+        return batches
+
+
+class Stepping(Batching):
+    """Denoises in steps; each waits for a word from the test if the prompt says "gated"."""
+
+    on_step = None
+
+    def forward(self, requests):
+        for step in range(requests[0].sampling_params.num_inference_steps):
+            if requests[0].prompt == "gated":
+                # A named pipe a step: opening it waits for the test to open the other end.
+                open(f"{self.config.options['gates']}/{step + 1}").read()
+            if self.on_step is not None:
+                self.on_step(step + 1)
+        return super().forward(requests)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from sidestream.errors import EngineClosedError, InvalidRequestError, RequestError
+from sidestream.errors import (
+    EngineClosedError,
+    InternalError,
+    InvalidRequestError,
+    RequestError,
+)
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.futures import EngineFuture, OutputFuture
 from sidestream.executor.inflight import Flight, InflightTable
@@ -59,12 +64,18 @@ class Executor(ABC):
         self._ending = threading.RLock()
         self._is_ended = False
         self._executing: set[int] = set()
+        # Of those, the ones that are at their last step.
+        self._ending_soon: set[int] = set()
+        #: What the worker said of itself when it was ready.
+        self.worker: Mapping[str, Any] = {}
         self._broken: BaseException | None = None
         self._closed: BaseException | None = None
         #: Called, on any thread, when there may be room for another forward.
         self.on_capacity: Callable[[], None] = lambda: None
         #: Called on the pump when an output is ready, before its future resolves.
         self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
+        #: Called on the pump with a batch whose forward failed: each may run again alone.
+        self.on_batch_failed: Callable[[Sequence[Flight], Delivery], None] = _fail_batch
         #: Called once when the executor breaks, after its flights failed.
         self.on_broken: Callable[[BaseException], None] = lambda _error: None
 
@@ -145,15 +156,21 @@ class Executor(ABC):
 
     # --- path 1: forwards ---------------------------------------------------------------------
 
-    def has_capacity(self) -> bool:
-        """Tell whether a forward sent now would be within ``dispatch_depth``."""
+    def has_capacity(self, *, bind_late: bool = False) -> bool:
+        """Tell whether a forward sent now would be within ``dispatch_depth``.
+
+        ``bind_late``: only once what runs is at its last step, so that a batch does not close a
+        whole forward before it can start.
+        """
         with self._lock:
-            return len(self._executing) < self._dispatch_depth
+            if len(self._executing) >= self._dispatch_depth:
+                return False
+            return not bind_late or self._executing <= self._ending_soon
 
     def dispatch(self, flights: Sequence[Flight]) -> int:
         """Send one forward over ``flights``, which are registered before; gives its ``rpc_id``."""
-        for flight in flights:
-            self.table.add_flight(flight)
+        if len(flights) > 1:
+            self.table.name_batch(flights)
         rpc_id = self.table.add_forward(flights)
         now = time.monotonic()
         for flight in flights:
@@ -168,8 +185,8 @@ class Executor(ABC):
         self._send(
             Execute(
                 rpc_id=rpc_id,
-                attempt=flights[0].attempt,
                 output_ids=tuple(flight.output_id for flight in flights),
+                attempts=tuple(flight.attempt for flight in flights),
                 requests=tuple(flight.packed for flight in flights),
             )
         )
@@ -188,6 +205,7 @@ class Executor(ABC):
         """
         self.check_usable()
         flight = self.make_flight(request)
+        self.table.add_flight(flight)
         self.dispatch([flight])
         flight.compute_done.result(timeout_s)
         return RunnerOutput((flight.output_id,), held=(flight.output,))
@@ -305,6 +323,10 @@ class Executor(ABC):
                 self._on_output(delivery)
             case AsyncOutputKind.RPC_RESULT:
                 self._on_result(delivery)
+            case AsyncOutputKind.PROGRESS if delivery.rpc_id:
+                with self._lock:
+                    self._ending_soon.add(delivery.rpc_id)
+                self.on_capacity()
             case AsyncOutputKind.PROGRESS:
                 self._on_progress(delivery)
 
@@ -321,8 +343,12 @@ class Executor(ABC):
         if call is not None:
             call.set_result(delivery)
             return
-        for flight in self._take_forward(delivery.rpc_id):
-            if self.table.take_flight(flight.output_id, delivery.attempt) is not None:
+        flights = self._take_forward(delivery.rpc_id)
+        if len(flights) > 1:
+            self.on_batch_failed(flights, delivery)
+            return
+        for flight in flights:
+            if self.table.take_flight(flight.key, flight.attempt) is not None:
                 self.on_ready(flight, delivery)
                 flight.deliver(delivery)
 
@@ -334,6 +360,7 @@ class Executor(ABC):
         flights = self.table.take_forward(rpc_id)
         with self._lock:
             self._executing.discard(rpc_id)
+            self._ending_soon.discard(rpc_id)
         self.on_capacity()
         return flights or ()
 
@@ -378,3 +405,10 @@ def _before_wait(pid: int, want: Callable[[str], None] | None, output_id: str) -
 def _check_process(pid: int) -> None:
     if pid != os.getpid():
         raise EngineClosedError(_FORKED)
+
+
+def _fail_batch(flights: Sequence[Flight], delivery: Delivery) -> None:
+    """Fail all of a batch with what its forward raised."""
+    message, _ = delivery.open()
+    for flight in flights:
+        flight.fail(_fresh(message.error or InternalError("A forward failed without an error.")))

@@ -162,16 +162,18 @@ class Answer:
     def _open(self, delivery: Delivery, decode: Callable[[Delivery], DiffusionOutput]) -> None:
         try:
             self._output = decode(delivery)
+        except KeyboardInterrupt as error:
+            # What was begun can't be opened again.
+            self._error = OutputTransferError(
+                f"The output {delivery.async_output_id!r} is lost: KeyboardInterrupt came while it "
+                "was being rebuilt."
+            )
+            self._error.__cause__ = error
+            if threading.current_thread() is threading.main_thread():
+                raise
         except BaseException as error:  # noqa: BLE001 - boundary: every asker gets it
-            # The frames of a decoding keep what it decodes.
+            # Without the frames of the decoding, which keep what it decodes.
             self._error = error.with_traceback(None)
-            cause = error.__cause__
-            if (
-                isinstance(error, OutputTransferError)
-                and isinstance(cause, KeyboardInterrupt)
-                and threading.current_thread() is threading.main_thread()
-            ):
-                raise cause from None
 
 
 class _Unopened(Exception):

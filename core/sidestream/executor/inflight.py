@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,12 @@ class Flight:
         callbacks: CallbackThread,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
+        #: What the engine calls it, from submit on.
+        self.key = output_id
+        #: What it is called on the wire: ``{batch_id}/{key}`` once it ran in a batch.
         self.output_id = output_id
+        #: Requests with equal keys may share a forward; None: runs alone.
+        self.batch_key: Hashable | None = None
         self.request_id = request_id
         #: The request, packed in its caller's thread; kept until its output is out.
         self.packed = packed
@@ -101,6 +106,8 @@ def decode_output(
     """
     try:
         message, post_process = delivery.open()
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         # A user's class may be missing here, or its __setstate__ may raise anything.
         detach_frames(error)  # theirs keep the slot that is being read
@@ -147,6 +154,7 @@ class InflightTable:
         self._lock = threading.Lock()
         self._last_rpc_id = 0
         self._last_output = 0
+        self._last_batch = 0
         self._rpc_futures: dict[int, Future[Any]] = {}
         self._forwards: dict[int, tuple[Flight, ...]] = {}
         self._output_futures: dict[str, Flight] = {}
@@ -165,10 +173,18 @@ class InflightTable:
             self._last_output += 1
             return f"out-{self._last_output}"
 
-    def add_flight(self, flight: Flight) -> None:
-        """Register an output by its id."""
+    def name_batch(self, flights: Sequence[Flight]) -> None:
+        """Give the outputs of a batch their names, ``{batch_id}/{key}``; once for each output."""
         with self._lock:
-            self._output_futures[flight.output_id] = flight
+            self._last_batch += 1
+            for flight in flights:
+                if flight.output_id == flight.key:
+                    flight.output_id = f"batch-{self._last_batch}/{flight.key}"
+
+    def add_flight(self, flight: Flight) -> None:
+        """Register an output by its id, from submit until it is out."""
+        with self._lock:
+            self._output_futures[flight.key] = flight
 
     def add_forward(self, flights: Iterable[Flight]) -> int:
         """Register one forward over ``flights``; gives its ``rpc_id``."""
@@ -209,18 +225,19 @@ class InflightTable:
     def take_flight(self, output_id: str, attempt: int) -> Flight | None:
         """Take an output out, unless the id is gone or the attempt is an earlier one."""
         with self._lock:
-            flight = self._output_futures.get(output_id)
+            key = _key(output_id)
+            flight = self._output_futures.get(key)
             if flight is None or flight.attempt != attempt:
                 self.stale_messages += 1
                 return None
-            del self._output_futures[output_id]
-            self._delivered[output_id] = flight.output
+            del self._output_futures[key]
+            self._delivered[key] = flight.output
             return flight
 
     def drop_flight(self, flight: Flight) -> bool:
         """Forget an output; False if it was out already."""
         with self._lock:
-            return self._output_futures.pop(flight.output_id, None) is not None
+            return self._output_futures.pop(flight.key, None) is not None
 
     def take_all(self) -> tuple[list[Flight], list[Future[Any]]]:
         """Empty the tables: gives all open outputs and calls."""
@@ -237,9 +254,9 @@ class InflightTable:
     def output_future(self, output_id: str) -> OutputFuture | None:
         """Find the future of an output that is open, or resolved and still held."""
         with self._lock:
-            flight = self._output_futures.get(output_id)
+            flight = self._output_futures.get(_key(output_id))
             if flight is None:
-                return self._delivered.get(output_id)
+                return self._delivered.get(_key(output_id))
         flight.output.want()
         return flight.output
 
@@ -257,3 +274,8 @@ class InflightTable:
                 "calls": len(self._rpc_futures),
                 "stale_messages": self.stale_messages,
             }
+
+
+def _key(output_id: str) -> str:
+    """Give the part of an output's id that it has from submit on; keys hold no slash."""
+    return output_id.rpartition("/")[2]

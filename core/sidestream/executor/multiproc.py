@@ -102,6 +102,7 @@ class MultiprocExecutor(Executor):
                 process.is_gone(2.0)
                 said = f"{type(message.error).__name__}: {message.error}"
                 raise self._start_error(said) from message.error
+            self.worker = message.result
             return
 
     def _start_error(self, what: str) -> WorkerStartError:

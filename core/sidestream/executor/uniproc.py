@@ -114,6 +114,7 @@ class UniprocExecutor(Executor):
             error = self._await_start()
             if error is not None:
                 raise self._start_error(f"{type(error).__name__}: {error}") from error
+            self.worker = self._worker.describe()
         except BaseException:
             # Also KeyboardInterrupt: nothing may be left but the thread of a load that hangs.
             self.shutdown(timeout_s=0.0)

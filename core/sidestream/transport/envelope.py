@@ -42,8 +42,9 @@ def encode_command(command: Command) -> Frame:
     """Make a frame of a command; large bodies travel beside the socket, see ``channel``."""
     match command:
         case Execute():
-            body = pickle.dumps((command.output_ids, command.requests), protocol=5)
-            return Frame(kind=_EXECUTE, rpc_id=command.rpc_id, attempt=command.attempt, body=body)
+            fields = (command.output_ids, command.attempts, command.requests)
+            body = pickle.dumps(fields, protocol=5)
+            return Frame(kind=_EXECUTE, rpc_id=command.rpc_id, body=body)
         case Call():
             body = pickle.dumps((command.method, command.arguments), protocol=5)
             return Frame(kind=_CALL, rpc_id=command.rpc_id, body=body)
@@ -54,9 +55,9 @@ def encode_command(command: Command) -> Frame:
 def decode_command(frame: Frame) -> Command:
     """Rebuild a command; the requests and arguments in it stay packed."""
     if frame.kind == _EXECUTE:
-        output_ids, requests = pickle.loads(frame.body)
+        output_ids, attempts, requests = pickle.loads(frame.body)
         return Execute(
-            rpc_id=frame.rpc_id, attempt=frame.attempt, output_ids=output_ids, requests=requests
+            rpc_id=frame.rpc_id, output_ids=output_ids, attempts=attempts, requests=requests
         )
     if frame.kind == _CALL:
         method, arguments = pickle.loads(frame.body)
@@ -169,6 +170,7 @@ class Delivery:
 
         Raises:
             InternalError: It was opened or discarded before.
+            HostMemoryError: This process could not map what came with it.
             Whatever a user's class raises while it is rebuilt.
         """
         try:
@@ -233,7 +235,7 @@ class FrameDelivery(Delivery):
         nbytes = len(frame.body)
         if frame.token:
             self._carrier = "one-shot" if frame.is_one_shot else "slot"
-            nbytes = frame.nbytes
+            nbytes += frame.nbytes
             self._lease = arenas.lease(
                 arena_id=frame.arena_id,
                 offset=frame.offset,
@@ -257,6 +259,9 @@ class FrameDelivery(Delivery):
         lease, self._lease = self._lease, None
         if frame is None:
             raise InternalError(f"Output {self.async_output_id!r} was opened twice.")
+        if frame.body_error is not None:
+            lease = None  # back with the slot, whoever keeps the error and this frame with it
+            raise frame.body_error
         fields: dict[str, Any] = {
             "kind": self.kind,
             "rpc_id": self.rpc_id,

@@ -24,6 +24,7 @@ from sidestream.errors import (
     EngineClosedError,
     OutputTransferError,
     PlatformError,
+    RequestError,
 )
 from sidestream.platforms.device import DeviceEvent, SideStream
 from sidestream.platforms.platform import Platform
@@ -145,15 +146,14 @@ class OutputTransfer:
         if isinstance(error, DeviceLostError) and self._on_device_lost is not None:
             self._on_device_lost(error)
 
-    def publish_error(self, label: OutputLabel, reason: OutputTransferError) -> None:
-        """Say that an output failed on its way; in few words if there is no memory for more."""
+    def publish_error(self, label: OutputLabel, reason: RequestError) -> None:
+        """Say that an output will not come; in few words if there is no memory for more."""
         try:
             try:
                 self.sink.publish_error(label, reason)
             except MemoryError:
-                self.sink.publish_error(
-                    label, OutputTransferError(str(reason), request_id=reason.request_id)
-                )
+                brief = type(reason)(str(reason), request_id=reason.request_id)
+                self.sink.publish_error(label, brief)
         except OSError:
             logger.debug("The reader of output %r is gone.", label.output_id)
 

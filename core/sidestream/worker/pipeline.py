@@ -25,7 +25,9 @@ class Payload:
 
     tree: Any
     #: True: nobody will write to these tensors again.
-    is_private: bool
+    is_private: bool = False
+    #: Why this request failed, where others of its batch did not.
+    error: RequestError | None = None
 
 
 class LoadedPipeline:
@@ -37,6 +39,8 @@ class LoadedPipeline:
         #: Key of the host half, for the consumer.
         self.post_process = None if found is None else found[0]
         self._finish = None if found is None else found[1].device
+        #: Whether requests may share a forward.
+        self.supports_request_batch = bool(getattr(pipeline, "supports_request_batch", False))
         self._outputs_are_private = bool(getattr(pipeline, "outputs_are_private", False))
 
     @classmethod
@@ -98,6 +102,13 @@ class LoadedPipeline:
             )
 
     def _finished(self, tree: Any, request: DiffusionRequest) -> Payload:
+        if isinstance(tree, BaseException):
+            # In a member's place: that request failed, the others of its batch did not.
+            if isinstance(tree, RequestError):
+                return Payload(None, error=tree)
+            error = _execution_error(tree, request.request_id)
+            error.__cause__ = tree
+            return Payload(None, error=error)
         if self._finish is None:
             return Payload(tree, self._outputs_are_private)
         finished = self._finish(tree, request.sampling_params)

@@ -41,6 +41,9 @@ def serve(
 ) -> int:
     """Run a worker over inherited descriptors until it is told to end; gives the exit code."""
     hold_lifeline(lifeline_fd)
+    # Programs that the pipeline starts have no use for them.
+    for fd in (message_fd, release_fd, lifeline_fd, control_fd, stderr_fd):
+        os.set_inheritable(fd, False)
     messages = Channel(socket.socket(fileno=message_fd))
     releases = Channel(socket.socket(fileno=release_fd))
     releases.set_blocking(False)

@@ -82,6 +82,8 @@ class WorkerSettings:
     world_size: int = 1
     async_output: bool = True
     max_pending_outputs: int = 2
+    #: Say when a forward is at its last step, for the next batch to be bound then.
+    announce_last_step: bool = False
     slot_budget_bytes: int = 512 << 20
 
 
@@ -121,6 +123,7 @@ class Worker:
         for _ in range(settings.max_pending_outputs):
             self._places.put(None)
         self.output_thread: AsyncOutputThread | None = None
+        self._running: _Running | None = None
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -197,6 +200,7 @@ class Worker:
             "platform": self.platform.name,
             "device": str(self.device),
             "pipeline": self.settings.pipeline,
+            "supports_request_batch": self.pipeline.supports_request_batch,
             "output_thread": self.output_thread is not None,
             "places_free": self._places.qsize(),
         }
@@ -212,40 +216,42 @@ class Worker:
             started_at = time.monotonic()
             started = self._started_event()
             requests = [_decode_request(data) for data in command.requests]
+            self._running = _Running(command.rpc_id, requests)
             payloads = self.pipeline.forward(requests)
             ended_at = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
             place.give_back()
             self._fail(error, partial(self._refuse, command))
             return
+        finally:
+            self._running = None
         self._port.send(
-            AsyncDiffusionOutput(
-                kind=AsyncOutputKind.COMPUTE_DONE,
-                rpc_id=command.rpc_id,
-                attempt=command.attempt,
-            )
+            AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=command.rpc_id)
         )
         self._control.forwards += 1
         timings = OutputTimings(forward_started_at=started_at, forward_ended_at=ended_at)
-        while payloads:
-            output_id = command.output_ids[len(command.output_ids) - len(payloads)]
-            self._hand_over(command, output_id, payloads.pop(0), started, timings, place)
+        for index in range(len(payloads)):
+            label = OutputLabel(
+                output_id=command.output_ids[index],
+                rpc_id=command.rpc_id,
+                attempt=command.attempts[index],
+                post_process=self.pipeline.post_process,
+            )
+            # Popped, so that nothing here keeps what the output thread lets go of.
+            self._hand_over(label, payloads.pop(0), started, timings, place)
 
     def _hand_over(
         self,
-        command: Execute,
-        output_id: str,
+        label: OutputLabel,
         payload: Payload,
         started: DeviceEvent | None,
         timings: OutputTimings,
         place: _Place,
     ) -> None:
-        label = OutputLabel(
-            output_id=output_id,
-            rpc_id=command.rpc_id,
-            attempt=command.attempt,
-            post_process=self.pipeline.post_process,
-        )
+        if payload.error is not None:
+            place.output_done()
+            self._transfer.publish_error(label, payload.error)
+            return
         try:
             job = self._transfer.prepare(
                 label, payload.tree, private=payload.is_private, started=started, timings=timings
@@ -303,15 +309,13 @@ class Worker:
             reason = ExecutionError(f"The forward failed: {describe_error(error)}")
             reason.__cause__ = error
             error = reason
-        self._send_error(error, rpc_id=command.rpc_id, attempt=command.attempt)
+        self._send_error(error, rpc_id=command.rpc_id)
 
     def _fail_output(self, label: OutputLabel, error: BaseException) -> None:
         self._transfer.publish_error(label, transfer_error(label, error))
 
-    def _send_error(self, error: BaseException, *, rpc_id: int, attempt: int = 0) -> None:
-        message = AsyncDiffusionOutput(
-            kind=AsyncOutputKind.RPC_RESULT, rpc_id=rpc_id, attempt=attempt, error=error
-        )
+    def _send_error(self, error: BaseException, *, rpc_id: int) -> None:
+        message = AsyncDiffusionOutput(kind=AsyncOutputKind.RPC_RESULT, rpc_id=rpc_id, error=error)
         try:
             self._port.send(message)
         except MemoryError:
@@ -336,9 +340,26 @@ class Worker:
 
     def _on_step(self, step: int) -> None:
         self._control.steps += 1
+        running = self._running
+        if running is not None and self.settings.announce_last_step and running.is_last(step):
+            self._port.send(
+                AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, rpc_id=running.rpc_id)
+            )
 
     def _progress(self, stage: str) -> None:
         self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=stage))
+
+
+class _Running:
+    """The forward that the pipeline is in."""
+
+    def __init__(self, rpc_id: int, requests: list[DiffusionRequest]) -> None:
+        self.rpc_id = rpc_id
+        self._steps = requests[0].sampling_params.num_inference_steps
+
+    def is_last(self, done: int) -> bool:
+        """Tell whether one step is left after ``done``."""
+        return self._steps is not None and done == self._steps - 1
 
 
 class _Place:
