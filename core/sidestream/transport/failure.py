@@ -24,9 +24,9 @@ MAX_ERROR_BYTES: Final = 1 << 20
 #: Set in a frame's kind when its body is an error, see :func:`error_body`.
 FAILED: Final = 0x80
 _MAX_LINKS: Final = 16
-_MAX_TEXT: Final = 1 << 16
-#: Of a foreign error's message inside one of ours; all of it is in the cause.
-_MAX_QUOTE: Final = 2000
+_MAX_TEXT: Final = 1 << 15
+#: Of a message inside a traceback, or inside another message; all of it is in the exception.
+_MAX_LINE: Final = 2000
 
 
 class RemoteError(Exception):
@@ -43,9 +43,7 @@ class RemoteError(Exception):
 
 def describe_error(error: BaseException) -> str:
     """Give a type's name and message, shortened, to quote in another message; never raises."""
-    name, text = type(error).__name__, _text(error)
-    if len(text) > _MAX_QUOTE:
-        text = f"{text[:_MAX_QUOTE]} [and {len(text) - _MAX_QUOTE} characters more]"
+    name, text = type(error).__name__, _shorten(_text(error), _MAX_LINE)
     return f"{name}: {text}" if text else name
 
 
@@ -169,7 +167,7 @@ def _encode_link(error: BaseException) -> tuple[bytes | None, str, str]:
             payload = None
     except BaseException:  # noqa: BLE001 - boundary: a user's __reduce__ may raise anything
         payload = None
-    return payload, _name(error), _text(error)[:_MAX_TEXT]
+    return payload, _name(error), _shorten(_text(error), _MAX_TEXT)
 
 
 def _load(payload: bytes) -> BaseException | None:
@@ -199,4 +197,11 @@ def _traceback_text(error: BaseException) -> str:
         text = "".join(traceback.format_exception(error))
     except BaseException as broken:  # noqa: BLE001 - boundary: as in _text
         text = f"{_name(error)} (its traceback can't be shown: {_name(broken)})\n"
-    return text[-_MAX_TEXT:]
+    return _shorten("\n".join(_shorten(line, _MAX_LINE) for line in text.split("\n")), _MAX_TEXT)
+
+
+def _shorten(text: str, limit: int) -> str:
+    """Cut the middle out: both ends of a traceback say more."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} [{len(text) - limit} characters] {text[-(limit // 2) :]}"
