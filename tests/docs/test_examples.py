@@ -1,7 +1,8 @@
 """The Python in the documentation runs as it stands there.
 
 A block whose first line is a comment with a file name is saved under that name, any other is run,
-in the order of the page and in one folder.
+in the order of the page and in one folder. One that is marked "python fragment" lacks what came
+before it; the public names in it have to exist.
 """
 
 import json
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import sidestream
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FRAGMENT = re.compile(r"^```python fragment\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,6 +54,16 @@ def run_page(page, folder):
 )
 def test_the_python_of_a_page_runs(page, tmp_path):
     assert run_page(page, tmp_path) > 0
+
+
+FRAGMENTS = [block for page in PAGES for block in FRAGMENT.findall(page.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("block", FRAGMENTS)
+def test_a_fragment_is_python_and_its_public_names_exist(block):
+    compile(block, "fragment", "exec")
+    names = re.findall(r"\bsidestream\.(\w+)", block)
+    assert [name for name in names if not hasattr(sidestream, name)] == []
 
 
 def test_the_example_of_the_readme_draws_what_it_says_in_twelve_lines(tmp_path):
