@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from sidestream.output import DiffusionOutput as DiffusionOutput
     from sidestream.platforms.platform import Platform as Platform
     from sidestream.platforms.platform import load_platform as load_platform
+    from sidestream.request import AbortOutcome as AbortOutcome
+    from sidestream.request import AbortResult as AbortResult
     from sidestream.request import DiffusionRequest as DiffusionRequest
     from sidestream.request import OutputTimings as OutputTimings
     from sidestream.request import SamplingParams as SamplingParams
@@ -64,6 +66,8 @@ _HOMES: Final = {
     "DiffusionRequest": "sidestream.request",
     "SamplingParams": "sidestream.request",
     "OutputTimings": "sidestream.request",
+    "AbortOutcome": "sidestream.request",
+    "AbortResult": "sidestream.request",
     "DiffusionOutput": "sidestream.output",
     "Health": "sidestream.executor.base",
     "Pipeline": "sidestream.models.pipeline",

@@ -35,7 +35,7 @@ class EngineConfig:
     pipeline_options: Mapping[str, Any] = field(default_factory=dict)
     #: A platform plugin's name; None: ``SIDESTREAM_PLATFORM``, else the one that is available.
     platform: str | None = None
-    #: Device indices.
+    #: Device indices; each gets a worker with its own copy of the model. One may repeat.
     devices: Sequence[int] = (0,)
     #: ``"auto"``: bfloat16 on devices, float32 on the CPU.
     dtype: str = "auto"
@@ -55,6 +55,8 @@ class EngineConfig:
     max_batch_wait_s: float = 0.0
     #: Requests that wait in the main process; ``submit`` raises over it, ``generate`` waits.
     max_queued_requests: int = 1024
+    #: How often a worker that died may be restarted within ten minutes; 0: never.
+    max_restarts: int = 3
     #: How long a starting worker may show no progress.
     start_timeout_s: float = 600.0
 
@@ -68,8 +70,10 @@ class EngineConfig:
         if self.executor not in ("multiproc", "uniproc"):
             raise ConfigError("executor", self.executor, "'multiproc' or 'uniproc'")
         devices = tuple(self.devices)
-        if len(devices) != 1 or not all(isinstance(i, int) and i >= 0 for i in devices):
-            raise ConfigError("devices", self.devices, "one device index, such as (0,)")
+        if not devices or not all(isinstance(i, int) and i >= 0 for i in devices):
+            raise ConfigError("devices", self.devices, "device indices, such as (0,) or (0, 1)")
+        if self.executor == "uniproc" and len(devices) > 1:
+            raise ConfigError("devices", self.devices, "one device with executor='uniproc'")
         object.__setattr__(self, "devices", devices)
         for name in (
             "dispatch_depth",
@@ -80,6 +84,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a positive integer")
+        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ConfigError("max_restarts", self.max_restarts, "an integer, 0 or more")
         if not isinstance(self.host_buffer_bytes, int) or self.host_buffer_bytes < 0:
             raise ConfigError("host_buffer_bytes", self.host_buffer_bytes, "a number of bytes")
         if not self.max_batch_wait_s >= 0:

@@ -23,6 +23,9 @@ from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
     from sidestream.executor.base import Executor, Health
+    from sidestream.executor.callbacks import CallbackThread
+    from sidestream.executor.groups import WorkerGroups
+    from sidestream.executor.inflight import InflightTable
     from sidestream.output import DiffusionOutput
 
 _MAX_SEED: Final = (1 << 63) - 1
@@ -61,7 +64,7 @@ class DiffusionEngine:
         self.config = config
         self._source = find_source(config.model, config.pipeline)
         self.platform = load_platform(config.platform)
-        self.executor: Executor = self._make_executor()
+        self.executor: WorkerGroups = self._make_groups()
         self._loop = EngineLoop(config, self.executor)
         try:
             self.executor.start()
@@ -77,7 +80,17 @@ class DiffusionEngine:
         """Make an engine for a checkpoint: a folder, a hub id, or a built-in name."""
         return cls(EngineConfig(model=model, **config))
 
-    def _make_executor(self) -> Executor:
+    def _make_groups(self) -> WorkerGroups:
+        from sidestream.executor.groups import WorkerGroups
+
+        config = self.config
+        # An in-process worker that is lost takes its device along for the whole process.
+        max_restarts = 0 if config.executor == "uniproc" else config.max_restarts
+        return WorkerGroups(self._make_executor, len(config.devices), max_restarts=max_restarts)
+
+    def _make_executor(
+        self, index: int, table: InflightTable, callbacks: CallbackThread
+    ) -> Executor:
         from sidestream.executor.multiproc import MultiprocExecutor
         from sidestream.executor.uniproc import UniprocExecutor
         from sidestream.worker.worker import WorkerSettings
@@ -86,24 +99,24 @@ class DiffusionEngine:
         settings = WorkerSettings(
             platform=self.platform.name,
             plugin=self.platform.reference,
-            device_index=config.devices[0],
+            device_index=config.devices[index],
             pipeline=self._source.reference,
             model=self._source.model,
             options=config.pipeline_options,
             dtype=config.dtype,
+            rank=index,
             async_output=config.async_output,
             max_pending_outputs=config.max_pending_outputs,
             announce_last_step=config.max_batch_size > 1,
-            slot_budget_bytes=config.host_buffer_bytes,
+            slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
         )
-        if config.executor == "uniproc":
-            kind: type[UniprocExecutor] | type[MultiprocExecutor] = UniprocExecutor
-        else:
-            kind = MultiprocExecutor
+        kind = UniprocExecutor if config.executor == "uniproc" else MultiprocExecutor
         return kind(
             settings,
             dispatch_depth=config.dispatch_depth,
             start_timeout_s=config.start_timeout_s,
+            table=table,
+            callbacks=callbacks,
         )
 
     # --- requests -----------------------------------------------------------------------------
@@ -208,7 +221,11 @@ class DiffusionEngine:
 
     def stats(self) -> dict[str, Any]:
         """Count requests, outputs and bytes since the start."""
-        return {**self._loop.counts(), **self.executor.table.counts()}
+        return {
+            **self._loop.counts(),
+            **self.executor.table.counts(),
+            "restarts": self.executor.restarts,
+        }
 
     def describe(self) -> str:
         """Say what waits where, one line for each request that is not done."""

@@ -21,7 +21,7 @@
         DeviceMemoryError                     the device had too little memory
         OutputTransferError                   the output could not reach the host
         RequestTimeoutError (TimeoutError)    timeout_s
-        RequestAbortedError                   somebody gave the request up
+        RequestAbortedError                   outcome, step: how far it had come
       WorkerError                             rank, pid
         WorkerStartError                      stage, stderr
         WorkerDiedError (BrokenExecutor)      signal, exit_code, request_ids
@@ -36,7 +36,10 @@ from __future__ import annotations
 import signal as _signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sidestream.request import AbortOutcome
 
 
 def _rebuild(cls: type[SidestreamError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
@@ -214,6 +217,16 @@ class RequestTimeoutError(RequestError, TimeoutError):
 
 class RequestAbortedError(RequestError):
     """The request was given up before its output was ready."""
+
+    def __init__(
+        self, *, outcome: AbortOutcome, step: int | None = None, request_id: str | None = None
+    ) -> None:
+        how = outcome.replace("-", " ") + ("" if step is None else f" at step {step}")
+        super().__init__(f"The request was aborted: {how}.", request_id=request_id)
+        #: How far it had come.
+        self.outcome = outcome
+        #: How many denoising steps were done, when it was stopped between two.
+        self.step = step
 
 
 # --- workers ------------------------------------------------------------------------------

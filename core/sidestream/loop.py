@@ -14,7 +14,7 @@ from sidestream.scheduler.request import RequestScheduler
 
 if TYPE_CHECKING:
     from sidestream.config import EngineConfig
-    from sidestream.executor.base import Executor
+    from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.inflight import Flight
     from sidestream.transport.envelope import Delivery
 
@@ -56,7 +56,7 @@ class EngineLoop:
     waiting for the last of many would never end. States: new, running, stopping, stopped.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: WorkerGroups) -> None:
         self._limit = config.host_buffer_bytes
         self._executor = executor
         self._max_batch_size = config.max_batch_size
@@ -70,6 +70,7 @@ class EngineLoop:
         # Guards the scheduler, the wanted ids and the refusal; notified when there is room.
         self._room = threading.Condition()
         self._wanted: set[str] = set()
+        self._has_suspects = False
         self._refusal: BaseException | None = None
         self._is_stopping = False
         self._is_abandoned = False
@@ -79,6 +80,7 @@ class EngineLoop:
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
         executor.on_batch_failed = self._on_batch_failed
+        executor.on_requeue = self._requeue
         executor.on_broken = self.refuse
         self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
 
@@ -195,21 +197,29 @@ class EngineLoop:
             self.completed += 1
         self._ready.add(delivery.nbytes)
         delivery.count(self._ready.free)
+        if self._has_suspects:
+            self.wake()  # a suspect waits for a worker that has nothing else
 
     def _on_batch_failed(self, flights: Sequence[Flight], delivery: Delivery) -> None:
         """Run each member of a batch again alone: one of them may have failed all."""
         delivery.discard()
+        for flight in flights:
+            flight.requeue()
+            flight.batch_key = None
+        self._requeue(list(flights))
+
+    def _requeue(self, flights: list[Flight]) -> None:
+        """Put flights that were sent before in front of the queue."""
+        # Dispatching finds a group gone while it holds the lock, hence the reentrant one.
         with self._room:
             refusal = self._refusal
             if refusal is None:
-                for flight in flights:
-                    flight.attempt += 1
-                    flight.batch_key = None
-                self._scheduler.put_back(list(flights))
+                self._scheduler.put_back(flights)
+                self._has_suspects |= any(flight.is_suspect for flight in flights)
         if refusal is not None:
             for flight in flights:
-                self._executor.table.drop_flight(flight)
-                flight.fail(refusal)
+                if self._executor.table.drop_flight(flight):
+                    flight.fail(refusal)
         self.wake()
 
     # --- the loop -----------------------------------------------------------------------------
@@ -244,10 +254,14 @@ class EngineLoop:
             ready_at = self._scheduler.ready_at()
             if ready_at is None or ready_at > time.monotonic():
                 return False
+            if self._scheduler.peek()[0].is_suspect and not self._executor.can_run_alone():
+                return False
             if not self._wanted and self._ready.value() > self._limit:
                 return False
             batch = self._scheduler.take()
             self._wanted.difference_update(flight.key for flight in batch)
-            self._executor.dispatch(batch)
+            if self._has_suspects:
+                self._has_suspects = any(f.is_suspect for f in self._scheduler.items())
+            self._executor.dispatch(batch, bind_late=self._batches)
             self._room.notify(len(batch))
         return True

@@ -59,6 +59,14 @@ class Execute:
     requests: tuple[bytes, ...]
 
 
+def number_of(output_id: str) -> int:
+    """Give the number of an output, which is what the table of aborted requests holds.
+
+    Ids are ``out-{number}``, in a batch ``{batch_id}/out-{number}``.
+    """
+    return int(output_id.rpartition("-")[2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Call a method of the worker, else of its pipeline, on the worker's main thread."""

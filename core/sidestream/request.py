@@ -1,8 +1,9 @@
-"""What goes into an engine: requests and their sampling parameters; and the times of an output."""
+"""What goes into an engine: requests and their sampling parameters; how one ended, and when."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -87,6 +88,29 @@ class DiffusionRequest:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     inputs: Mapping[str, Any] | None = None
+
+
+class AbortOutcome(enum.StrEnum):
+    """How far a request came that somebody gave up."""
+
+    #: It never ran.
+    NEVER_STARTED = "never-started"
+    #: Its forward ended early, behind the step that the result names; nothing was decoded.
+    STOPPED = "stopped"
+    #: It had run, or its batch went on without it; its output was dropped and not copied.
+    DETACHED = "detached"
+    #: It was done before: its output is there, or it failed by something else.
+    ALREADY_OUT = "already-out"
+    #: A worker has it and was told; what becomes of it is not known yet.
+    REQUESTED = "requested"
+
+
+@dataclass(frozen=True)
+class AbortResult:
+    """What an abort came to; ``step`` is the number of steps done, when it was stopped."""
+
+    outcome: AbortOutcome
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ def _pipelines_on_path():
 
 def _start(pipeline: str, **config) -> sidestream.DiffusionEngine:
     config.setdefault("start_timeout_s", 60)
+    config.setdefault("max_restarts", 0)  # restarts have tests of their own
     return sidestream.DiffusionEngine(
         sidestream.EngineConfig(pipeline=f"sidestream_pipes:{pipeline}", **config)
     )

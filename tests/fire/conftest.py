@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from sidestream import DiffusionEngine, DiffusionRequest, EngineConfig
 
 def start(pipeline="Victim", **config):
     config.setdefault("platform", "cpu")
+    config.setdefault("max_restarts", 0)
     return DiffusionEngine(EngineConfig(pipeline="fire_pipes:" + pipeline, **config))
 
 def say(*words):
@@ -50,6 +51,7 @@ def start() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
     def make(pipeline: str = "Victim", **config) -> sidestream.DiffusionEngine:
         config.setdefault("platform", "cpu")
         config.setdefault("start_timeout_s", 60)
+        config.setdefault("max_restarts", 0)  # restarts have tests of their own
         reference = pipeline if ":" in pipeline else f"fire_pipes:{pipeline}"
         engine = sidestream.DiffusionEngine(sidestream.EngineConfig(pipeline=reference, **config))
         engines.append(engine)
@@ -63,11 +65,11 @@ def start() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
 class Script:
     """A Python program in a session of its own, and everything that it starts."""
 
-    def __init__(self, body: str, *arguments: object, **popen) -> None:
+    def __init__(self, body: str, *arguments: object, before: Sequence[str] = (), **popen) -> None:
         #: Found again in the environment of every descendant, whatever its parent or session.
         self._mark = f"{uuid.uuid4()}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PRELUDE + body, *map(str, arguments)],
+            [*before, sys.executable, "-c", _PRELUDE + body, *map(str, arguments)],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
             text=True,
             start_new_session=True,
@@ -152,13 +154,59 @@ def script() -> Iterator[Callable[..., Script]]:
     """Run programs that find ``start(pipeline, **config)`` and ``say(*words)`` defined."""
     scripts = []
 
-    def run(body: str, *arguments: object, **popen) -> Script:
-        scripts.append(Script(body, *arguments, **popen))
+    def run(body: str, *arguments: object, **settings) -> Script:
+        scripts.append(Script(body, *arguments, **settings))
         return scripts[-1]
 
     yield run
     for one in scripts:
         one.clear()
+
+
+class Pipes:
+    """Named pipes to a worker: where it is, and how it shall end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes, self.orders = folder / "notes", folder / "orders"
+        os.mkfifo(self.notes)
+        os.mkfifo(self.orders)
+        # Non-blocking, else it would wait here for the first writer.
+        self._notes = os.open(self.notes, os.O_RDONLY | os.O_NONBLOCK)
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"notes": str(self.notes), "orders": str(self.orders)}
+
+    def note(self, timeout_s: float = 60) -> int:
+        """Wait until the worker is where the test wants it; gives its pid."""
+        deadline = time.monotonic() + timeout_s
+        # Without a writer it is at its end, which counts as readable.
+        while not (note := _read_some(self._notes)):
+            if time.monotonic() > deadline:
+                pytest.fail(f"The worker did not get there within {timeout_s} s.")
+            time.sleep(0.005)
+        return int(note)
+
+    def order_exit(self, code: int) -> None:
+        """Have the worker call ``os._exit``, whatever else it does."""
+        self.orders.write_text(f"{code}\n")
+
+    def close(self) -> None:
+        os.close(self._notes)
+
+
+def _read_some(fd: int) -> bytes:
+    try:
+        return os.read(fd, 100)
+    except BlockingIOError:
+        return b""
+
+
+@pytest.fixture
+def pipes(tmp_path) -> Iterator[Pipes]:
+    pipes = Pipes(tmp_path)
+    yield pipes
+    pipes.close()
 
 
 @pytest.fixture
@@ -182,6 +230,7 @@ def shared() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
     running = {}
 
     def get(reference: str, platform: str = "cpu", executor: str = "multiproc", **config):
+        config.setdefault("max_restarts", 0)
         key = reference, platform, executor, *sorted(config)
         engine = running.get(key)
         if engine is None or not engine.health().ok:

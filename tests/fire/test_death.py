@@ -63,31 +63,9 @@ def _nothing_is_left(no_leaks):
     """Of every test in this file."""
 
 
-class Pipes:
-    """Named pipes to a worker: where it is, and how it shall end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.notes, self.orders = folder / "notes", folder / "orders"
-        os.mkfifo(self.notes)
-        os.mkfifo(self.orders)
-
-    @property
-    def options(self) -> dict[str, str]:
-        return {"notes": str(self.notes), "orders": str(self.orders)}
-
-    def note(self) -> int:
-        """Wait until the worker is where the test wants it; gives its pid."""
-        return int(self.notes.read_text())
-
-
-@pytest.fixture
-def pipes(tmp_path):
-    return Pipes(tmp_path)
-
-
-def end(pid: int, how: str, pipes: Pipes) -> None:
+def end(pid: int, how: str, pipes) -> None:
     if how == "exit 3":
-        pipes.orders.write_text("3\n")
+        pipes.order_exit(3)
     else:
         os.kill(pid, signal.Signals[how])
 
@@ -107,7 +85,7 @@ def assert_names(error: BaseException | None, how: str, pid: int) -> None:
 def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes, eventually):
     on_sim = phase in ("computed", "copying")
     engine = start(platform="sim" if on_sim else "cpu", pipeline_options=pipes.options)
-    pid = engine.executor.process.pid
+    pid = engine.executor.workers[0].process.pid
     calls = ThreadPoolExecutor(4)
     handles, pending = [], []
 
@@ -183,7 +161,7 @@ def test_outputs_outlive_their_worker(start, eventually):
     engine = start(platform="sim")
     output = engine.submit(DiffusionRequest("")).result(30)
     assert output.timings.carrier == "slot"
-    os.kill(engine.executor.process.pid, signal.SIGKILL)
+    os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
     assert eventually(lambda: not engine.health().ok)
     engine.close()
     assert torch.equal(output.output["image"], torch.full((3, 64, 64), 7.0))
@@ -194,7 +172,7 @@ def test_helpers_of_a_killed_worker_go_with_it_unless_they_left_its_session(star
     engine = start()
     ((children, apart),) = engine.executor.collective_rpc("start_helpers")
     try:
-        os.kill(engine.executor.process.pid, signal.SIGKILL)
+        os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
         # A helper holds the other end of the socket, so its end tells nothing.
         assert eventually(lambda: not engine.health().ok)
         assert eventually(lambda: not any(map(is_running, children)))
@@ -217,7 +195,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(start, pipes):
 
 def test_a_refusal_does_not_grow_with_each_time_it_is_raised(start, eventually):
     engine = start()
-    os.kill(engine.executor.process.pid, signal.SIGKILL)
+    os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
     assert eventually(lambda: not engine.health().ok)
     depths = set()
     for _ in range(3):
@@ -261,7 +239,7 @@ if family:
     child = os.fork()
     if child == 0:
         signal.pause()
-say(child, *[e.executor.process.pid for e in engines])
+say(child, *[e.executor.workers[0].process.pid for e in engines])
 say(*(family[1] if family else [0]))
 signal.pause()
 """

@@ -208,3 +208,39 @@ class Stepping(Batching):
             if self.on_step is not None:
                 self.on_step(step + 1)
         return super().forward(requests)
+
+
+class Mortal(Gradient):
+    """Kills its worker as its prompt says, once or always; counts on disk how often it ran.
+
+    "die" always, "die-once" the first time, anything else never. ``options["log"]`` is a file that
+    gets a line for each forward: process, prompt and seed.
+    """
+
+    supports_request_batch = True
+
+    def forward(self, requests):
+        with open(self.config.options["log"], "a") as log:
+            for r in requests:
+                print(os.getpid(), r.prompt, r.sampling_params.seed, file=log)
+        log_text = open(self.config.options["log"]).read()
+        for r in requests:
+            if r.prompt == "die" or (r.prompt == "die-once" and log_text.count("die-once") == 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(requests)
+
+
+class LoadDiesLater(Gradient):
+    """Loads once; a second load fails."""
+
+    @classmethod
+    def load(cls, config):
+        with open(config.options["log"], "a+") as log:
+            log.seek(0)
+            if log.read():
+                raise OSError("the weights are gone")
+            print("loaded", file=log)
+        return super().load(config)
+
+    def forward(self, requests):
+        os.kill(os.getpid(), signal.SIGKILL)

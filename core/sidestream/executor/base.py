@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,158 +38,46 @@ _FORKED: Final = (
 
 
 @dataclass(frozen=True)
+class GroupHealth:
+    """One worker group's state: running, restarting or failed; and why."""
+
+    index: int
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Health:
     """Whether an engine can take work, and if not, why."""
 
     ok: bool
     reason: str = ""
+    groups: tuple[GroupHealth, ...] = ()
 
 
-class Executor(ABC):
-    """Sends commands to workers and resolves whoever waits for their answers.
+@dataclass(frozen=True)
+class PendingCall:
+    """A call that was sent."""
 
-    States: new, running, broken (its worker died; ``reason`` says how), closed.
-    """
+    rpc_id: int
+    future: EngineFuture[Delivery]
 
-    def __init__(self, dispatch_depth: int) -> None:
-        self.callbacks = CallbackThread()
-        self.table = InflightTable()
-        self._dispatch_depth = dispatch_depth
+
+class Dispatcher(ABC):
+    """Turns requests into flights with futures, and sends them to workers."""
+
+    def __init__(self, table: InflightTable, callbacks: CallbackThread) -> None:
+        self.table = table
+        self.callbacks = callbacks
         self._pid = os.getpid()
-        # Guards _executing and the state: the loop dispatches, the pump hears the answers.
-        # Reentrant, since a signal handler may close the engine while its thread is in here.
-        self._lock = threading.RLock()
-        # Guards the steps of the end; reentrant for the same reason.
-        self._ending = threading.RLock()
-        self._is_ended = False
-        self._executing: set[int] = set()
-        # Of those, the ones that are at their last step.
-        self._ending_soon: set[int] = set()
-        #: What the worker said of itself when it was ready.
-        self.worker: Mapping[str, Any] = {}
-        self._broken: BaseException | None = None
-        self._closed: BaseException | None = None
-        #: Called, on any thread, when there may be room for another forward.
-        self.on_capacity: Callable[[], None] = lambda: None
-        #: Called on the pump when an output is ready, before its future resolves.
-        self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
-        #: Called on the pump with a batch whose forward failed: each may run again alone.
-        self.on_batch_failed: Callable[[Sequence[Flight], Delivery], None] = _fail_batch
-        #: Called once when the executor breaks, after its flights failed.
-        self.on_broken: Callable[[BaseException], None] = lambda _error: None
-
-    # --- life ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def start(self) -> None:
-        """Bring the workers up; returns when they are ready.
-
-        Raises:
-            WorkerStartError: A worker did not come up; nothing is left of it.
-        """
-
-    def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Let running forwards finish within ``timeout_s``, then end the workers by force.
-
-        Idempotent. A second caller waits for the first.
-        """
-        if self.is_in_child:
-            return  # it owns none of this
-        with self._lock:
-            is_first = self._closed is None
-            self._closed = self._closed or EngineClosedError("The engine is closed.")
-        if is_first:
-            self._ask_to_end()
-        if not self._ending.acquire(timeout=timeout_s + FORCE_S):
-            return
-        try:
-            if not self._is_ended:
-                self._end(timeout_s)
-        finally:
-            self._ending.release()
-
-    def _end(self, timeout_s: float) -> None:
-        try:
-            self._await_end(timeout_s)
-        finally:
-            # Also after Ctrl-C in that wait: no worker may be left, and nobody who waits for one.
-            self._force_end()
-            self.callbacks.close()
-            self._is_ended = True
+    def dispatch(self, flights: Sequence[Flight]) -> None:
+        """Send one forward over ``flights``, which are registered before; never blocks."""
 
     @abstractmethod
-    def _ask_to_end(self) -> None:
-        """Tell the workers to finish what runs and to end."""
-
-    @abstractmethod
-    def _await_end(self, timeout_s: float) -> None:
-        """Wait until they have; returns after ``timeout_s`` at the latest."""
-
-    @abstractmethod
-    def _force_end(self) -> None:
-        """End what is left, fail what is open, let go of everything; nothing here waits long."""
-
-    @abstractmethod
-    def _send(self, command: Command) -> None:
-        """Queue a command for the worker; never blocks."""
-
-    def check_health(self) -> Health:
-        """Say whether work would be done; no message is sent for it."""
-        if self.is_in_child:
-            return Health(False, _FORKED)
-        if self._broken is not None:
-            return Health(False, str(self._broken))
-        if self._closed is not None:
-            return Health(False, str(self._closed))
-        return Health(True)
-
-    @property
-    def is_in_child(self) -> bool:
-        """Tell whether this is a forked child of the process that made the executor."""
-        return self._pid != os.getpid()
-
-    @property
-    def broken(self) -> BaseException | None:
-        """Give what broke the executor."""
-        return self._broken
-
-    # --- path 1: forwards ---------------------------------------------------------------------
-
-    def has_capacity(self, *, bind_late: bool = False) -> bool:
-        """Tell whether a forward sent now would be within ``dispatch_depth``.
-
-        ``bind_late``: only once what runs is at its last step, so that a batch does not close a
-        whole forward before it can start.
-        """
-        with self._lock:
-            if len(self._executing) >= self._dispatch_depth:
-                return False
-            return not bind_late or self._executing <= self._ending_soon
-
-    def dispatch(self, flights: Sequence[Flight]) -> int:
-        """Send one forward over ``flights``, which are registered before; gives its ``rpc_id``."""
-        if len(flights) > 1:
-            self.table.name_batch(flights)
-        rpc_id = self.table.add_forward(flights)
-        now = time.monotonic()
-        for flight in flights:
-            flight.dispatched_at = now
-        with self._lock:
-            error = self._broken or self._closed
-            self._executing.add(rpc_id)
-        if error is not None:
-            # It stopped since the caller looked, and may have emptied the table before.
-            self._end_forward(rpc_id, error)
-            return rpc_id
-        self._send(
-            Execute(
-                rpc_id=rpc_id,
-                output_ids=tuple(flight.output_id for flight in flights),
-                attempts=tuple(flight.attempt for flight in flights),
-                requests=tuple(flight.packed for flight in flights),
-            )
-        )
-        return rpc_id
+    def check_usable(self) -> None:
+        """Raise what keeps this from taking work, if anything does."""
 
     def execute_model(
         self, request: DiffusionRequest, timeout_s: float | None = None
@@ -262,6 +149,182 @@ class Executor(ABC):
         )
         return flight.output
 
+    @property
+    def is_in_child(self) -> bool:
+        """Tell whether this is a forked child of the process that made the executor."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a forked child.
+
+        Raises:
+            EngineClosedError: This is not the process that made the executor.
+        """
+        _check_process(self._pid)
+
+
+class Executor(Dispatcher):
+    """Sends commands to one worker and resolves whoever waits for its answers.
+
+    States: new, running, broken (its worker died; ``broken`` says how), closed.
+    """
+
+    def __init__(
+        self,
+        dispatch_depth: int,
+        *,
+        table: InflightTable | None = None,
+        callbacks: CallbackThread | None = None,
+    ) -> None:
+        super().__init__(table or InflightTable(), callbacks or CallbackThread())
+        self._owns_callbacks = callbacks is None
+        self._dispatch_depth = dispatch_depth
+        # Guards _executing and the state: the loop dispatches, the pump hears the answers.
+        # Reentrant, since a signal handler may close the engine while its thread is in here.
+        self._lock = threading.RLock()
+        # Guards the steps of the end; reentrant for the same reason.
+        self._ending = threading.RLock()
+        self._is_ended = False
+        self._executing: set[int] = set()
+        # Of those, the ones that are at their last step.
+        self._ending_soon: set[int] = set()
+        self._suspect: Flight | None = None
+        #: What the worker said of itself when it was ready.
+        self.worker: Mapping[str, Any] = {}
+        self._broken: BaseException | None = None
+        self._closed: BaseException | None = None
+        #: Called, on any thread, when there may be room for another forward.
+        self.on_capacity: Callable[[], None] = lambda: None
+        #: Called on the pump when an output is ready, before its future resolves.
+        self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
+        #: Called on the pump with a batch whose forward failed: each may run again alone.
+        self.on_batch_failed: Callable[[Sequence[Flight], Delivery], None] = _fail_batch
+        #: Called once when the executor breaks, with the flights that it had.
+        self.on_broken: Callable[[BaseException, list[Flight]], None] = self._fail_flights
+
+    # --- life ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self) -> None:
+        """Bring the workers up; returns when they are ready.
+
+        Raises:
+            WorkerStartError: A worker did not come up; nothing is left of it.
+        """
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """Let running forwards finish within ``timeout_s``, then end the workers by force.
+
+        Idempotent. A second caller waits for the first.
+        """
+        if self.is_in_child:
+            return  # it owns none of this
+        with self._lock:
+            is_first = self._closed is None
+            self._closed = self._closed or EngineClosedError("The engine is closed.")
+        if is_first:
+            self._ask_to_end()
+        if not self._ending.acquire(timeout=timeout_s + FORCE_S):
+            return
+        try:
+            if not self._is_ended:
+                self._end(timeout_s)
+        finally:
+            self._ending.release()
+
+    def _end(self, timeout_s: float) -> None:
+        try:
+            self._await_end(timeout_s)
+        finally:
+            # Also after Ctrl-C in that wait: no worker may be left, and nobody who waits for one.
+            self._force_end()
+            if self._owns_callbacks:
+                self.callbacks.close()
+            self._is_ended = True
+
+    @abstractmethod
+    def _ask_to_end(self) -> None:
+        """Tell the workers to finish what runs and to end."""
+
+    @abstractmethod
+    def _await_end(self, timeout_s: float) -> None:
+        """Wait until they have; returns after ``timeout_s`` at the latest."""
+
+    @abstractmethod
+    def _force_end(self) -> None:
+        """End what is left, fail what is open, let go of everything; nothing here waits long."""
+
+    @abstractmethod
+    def _send(self, command: Command) -> None:
+        """Queue a command for the worker; never blocks."""
+
+    def check_health(self) -> Health:
+        """Say whether work would be done; no message is sent for it."""
+        if self.is_in_child:
+            return Health(False, _FORKED)
+        if self._broken is not None:
+            return Health(False, str(self._broken))
+        if self._closed is not None:
+            return Health(False, str(self._closed))
+        return Health(True)
+
+    @property
+    def broken(self) -> BaseException | None:
+        """Give what broke the executor."""
+        return self._broken
+
+    # --- path 1: forwards ---------------------------------------------------------------------
+
+    def has_capacity(self, *, bind_late: bool = False) -> bool:
+        """Tell whether a forward sent now would be within ``dispatch_depth``.
+
+        ``bind_late``: only once what runs is at its last step, so that a batch does not close a
+        whole forward before it can start.
+        """
+        with self._lock:
+            if self._broken is not None or self._closed is not None:
+                return False
+            if len(self._executing) >= self._dispatch_depth:
+                return False
+            return not bind_late or self._executing <= self._ending_soon
+
+    @property
+    def has_suspect(self) -> bool:
+        """Tell whether the worker has a request that must have it for itself."""
+        return self._suspect is not None and not self._suspect.output.done()
+
+    @abstractmethod
+    def has_started(self, flight: Flight) -> bool:
+        """Tell whether the worker has begun with a flight that it has."""
+
+    @property
+    def load(self) -> int:
+        """Count the forwards that are with the worker and not queued on its device yet."""
+        return len(self._executing)
+
+    def dispatch(self, flights: Sequence[Flight]) -> None:
+        """Send one forward over ``flights``, which are registered before; never blocks."""
+        if len(flights) > 1:
+            self.table.name_batch(flights)
+        if flights[0].is_suspect:
+            self._suspect = flights[0]
+        rpc_id = self.table.add_forward(flights, self)
+        with self._lock:
+            error = self._broken or self._closed
+            self._executing.add(rpc_id)
+        if error is not None:
+            # It stopped since the caller looked, and may have emptied the table before.
+            self._end_forward(rpc_id, error)
+            return
+        self._send(
+            Execute(
+                rpc_id=rpc_id,
+                output_ids=tuple(flight.output_id for flight in flights),
+                attempts=tuple(flight.attempt for flight in flights),
+                requests=tuple(flight.packed for flight in flights),
+            )
+        )
+
     # --- path 2: calls ------------------------------------------------------------------------
 
     def collective_rpc(
@@ -284,33 +347,45 @@ class Executor(ABC):
         """
         if method in FORWARDS:
             return [self.execute_model(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
+        return [self.answer(self.call(method, args, kwargs), timeout_s)]
+
+    def call(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> PendingCall:
+        """Send a call; :meth:`answer` waits for it.
+
+        Raises:
+            PackingError: An argument can't travel; names it.
+            WorkerDiedError, EngineClosedError: Nothing is taken any more.
+        """
         self.check_usable()
         arguments = pack_bytes((tuple(args), dict(kwargs or {})), root="arguments")
         future: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-        rpc_id = self.table.add_call(future)
+        rpc_id = self.table.add_call(future, self)
         self._send(Call(rpc_id=rpc_id, method=method, arguments=arguments))
         error = self._broken or self._closed
         if error is not None and (late := self.table.take_call(rpc_id)) is not None:
-            late.set_exception(_fresh(error))
-        message, _ = future.result(timeout_s).open()
+            late.set_exception(fresh(error))
+        return PendingCall(rpc_id, future)
+
+    def answer(self, call: PendingCall, timeout_s: float | None = None) -> Any:
+        """Wait for a call's result; raises as :meth:`collective_rpc`."""
+        try:
+            delivery = call.future.result(timeout_s)
+        except TimeoutError:
+            self.table.forget_call(call.rpc_id)
+            raise
+        message, _ = delivery.open()
         if message.error is not None:
             raise message.error
-        return [message.result]
+        return message.result
 
     def check_usable(self) -> None:
         """Raise what keeps this executor from taking work, if anything does."""
         self.check_process()
         error = self._broken or self._closed
         if error is not None:
-            raise _fresh(error)
-
-    def check_process(self) -> None:
-        """Raise in a forked child.
-
-        Raises:
-            EngineClosedError: This is not the process that made the executor.
-        """
-        _check_process(self._pid)
+            raise fresh(error)
 
     # --- answers, on the pump -----------------------------------------------------------------
 
@@ -318,6 +393,7 @@ class Executor(ABC):
         match delivery.kind:
             case AsyncOutputKind.COMPUTE_DONE:
                 for flight in self._take_forward(delivery.rpc_id):
+                    flight.is_computed = True
                     flight.compute_done.reach()
             case AsyncOutputKind.OUTPUT_READY:
                 self._on_output(delivery)
@@ -334,9 +410,8 @@ class Executor(ABC):
         flight = self.table.take_flight(delivery.async_output_id, delivery.attempt)
         if flight is None:
             delivery.discard()
-            return
-        self.on_ready(flight, delivery)
-        flight.deliver(delivery)
+        else:
+            self._deliver(flight, delivery)
 
     def _on_result(self, delivery: Delivery) -> None:
         call = self.table.take_call(delivery.rpc_id)
@@ -346,11 +421,17 @@ class Executor(ABC):
         flights = self._take_forward(delivery.rpc_id)
         if len(flights) > 1:
             self.on_batch_failed(flights, delivery)
-            return
-        for flight in flights:
-            if self.table.take_flight(flight.key, flight.attempt) is not None:
-                self.on_ready(flight, delivery)
-                flight.deliver(delivery)
+        elif flights and self.table.take_flight(flights[0].key, flights[0].attempt) is not None:
+            self._deliver(flights[0], delivery)
+        else:
+            self.table.count_stale()
+            delivery.discard()
+
+    def _deliver(self, flight: Flight, delivery: Delivery) -> None:
+        self.on_ready(flight, delivery)
+        flight.deliver(delivery)
+        if flight.is_suspect:
+            self.on_capacity()  # others had to wait for it
 
     @abstractmethod
     def _on_progress(self, delivery: Delivery) -> None:
@@ -362,34 +443,42 @@ class Executor(ABC):
             self._executing.discard(rpc_id)
             self._ending_soon.discard(rpc_id)
         self.on_capacity()
-        return flights or ()
+        return flights
 
     def _end_forward(self, rpc_id: int, error: BaseException) -> None:
         for flight in self._take_forward(rpc_id):
             if self.table.drop_flight(flight):
-                flight.fail(_fresh(error))
+                flight.fail(fresh(error))
 
     def _break(self, error: BaseException) -> None:
-        """Refuse what is new, then fail everything that is open, then say so."""
+        """Refuse what is new, fail the calls, and hand over the flights."""
         with self._lock:
             if self._broken is not None or self._closed is not None:
                 return
             self._broken = error
-        self._fail_all(error)
-        self.on_broken(error)
+        self.on_broken(error, self._let_go(error))
 
     def _fail_all(self, error: BaseException) -> None:
+        self._fail_flights(error, self._let_go(error))
+
+    def _let_go(self, error: BaseException) -> list[Flight]:
+        """Fail the calls and give the flights that were with the worker."""
         with self._lock:
             self._executing.clear()
-        flights, calls = self.table.take_all()
-        for flight in flights:
-            flight.fail(_fresh(error))
-        for call in calls:
+            self._ending_soon.clear()
+        self.table.forget_forwards(self)
+        for call in self.table.take_calls(self):
             if not call.done():
-                call.set_exception(_fresh(error))
+                call.set_exception(fresh(error))
+        return self.table.flights_of(self)
+
+    def _fail_flights(self, error: BaseException, flights: list[Flight]) -> None:
+        for flight in flights:
+            if self.table.drop_flight(flight):
+                flight.fail(fresh(error))
 
 
-def _fresh(error: BaseException) -> BaseException:
+def fresh(error: BaseException) -> BaseException:
     """Copy an error that many will raise: each raise adds its frames to the one it raises."""
     twin = copy.copy(error)
     twin.__cause__ = error.__cause__
@@ -411,4 +500,4 @@ def _fail_batch(flights: Sequence[Flight], delivery: Delivery) -> None:
     """Fail all of a batch with what its forward raised."""
     message, _ = delivery.open()
     for flight in flights:
-        flight.fail(_fresh(message.error or InternalError("A forward failed without an error.")))
+        flight.fail(fresh(message.error or InternalError("A forward failed without an error.")))

@@ -51,6 +51,14 @@ class Flight:
         self.packed = packed
         #: Which run of the request is current.
         self.attempt = 0
+        #: The executor that has it, from dispatch until its output is out.
+        self.owner: object | None = None
+        #: The forward that it is in.
+        self.rpc_id = 0
+        #: Whether that forward is queued on a device.
+        self.is_computed = False
+        #: Whether a worker died of it, perhaps: it runs once more, and with nobody beside it.
+        self.is_suspect = False
         self.submitted_at = time.monotonic()
         self.dispatched_at: float | None = None
         self.compute_done = StageFuture(callbacks, on_wait)
@@ -65,6 +73,13 @@ class Flight:
         if self.compute_done.done():
             return "computed"
         return "queued" if self.dispatched_at is None else "dispatched"
+
+    def requeue(self) -> None:
+        """Make it as new: an earlier run's messages are stale from here on."""
+        self.attempt += 1
+        self.owner = None
+        self.is_computed = False
+        self.dispatched_at = None
 
     def deliver(self, delivery: Delivery) -> None:
         """Resolve everything with the envelope of the output, or of what failed; pump thread."""
@@ -155,8 +170,8 @@ class InflightTable:
         self._last_rpc_id = 0
         self._last_output = 0
         self._last_batch = 0
-        self._rpc_futures: dict[int, Future[Any]] = {}
-        self._forwards: dict[int, tuple[Flight, ...]] = {}
+        self._rpc_futures: dict[int, tuple[Future[Any], object]] = {}
+        self._forwards: dict[int, tuple[tuple[Flight, ...], object]] = {}
         self._output_futures: dict[str, Flight] = {}
         #: Resolved outputs, as long as somebody holds them.
         self._delivered: weakref.WeakValueDictionary[str, OutputFuture] = (
@@ -186,31 +201,38 @@ class InflightTable:
         with self._lock:
             self._output_futures[flight.key] = flight
 
-    def add_forward(self, flights: Iterable[Flight]) -> int:
-        """Register one forward over ``flights``; gives its ``rpc_id``."""
+    def add_forward(self, flights: Iterable[Flight], owner: object) -> int:
+        """Register one forward of ``owner`` over ``flights``; gives its ``rpc_id``."""
+        now = time.monotonic()
         with self._lock:
             self._last_rpc_id += 1
-            self._forwards[self._last_rpc_id] = tuple(flights)
+            members = tuple(flights)
+            self._forwards[self._last_rpc_id] = members, owner
+            for flight in members:
+                flight.owner = owner
+                flight.rpc_id = self._last_rpc_id
+                flight.dispatched_at = now
             return self._last_rpc_id
 
-    def add_call(self, future: Future[Any]) -> int:
-        """Register a call; gives its ``rpc_id``."""
+    def add_call(self, future: Future[Any], owner: object) -> int:
+        """Register a call to ``owner``; gives its ``rpc_id``."""
         with self._lock:
             self._last_rpc_id += 1
-            self._rpc_futures[self._last_rpc_id] = future
+            self._rpc_futures[self._last_rpc_id] = future, owner
             return self._last_rpc_id
 
     # --- resolving ----------------------------------------------------------------------------
 
-    def take_forward(self, rpc_id: int) -> tuple[Flight, ...] | None:
-        """Take a forward out: it is computed, or failed."""
+    def take_forward(self, rpc_id: int) -> tuple[Flight, ...]:
+        """Take a forward out: it is computed, or failed; empty if it is gone."""
         with self._lock:
-            return self._forwards.pop(rpc_id, None)
+            return self._forwards.pop(rpc_id, ((), None))[0]
 
     def take_call(self, rpc_id: int) -> Future[Any] | None:
         """Take a call out: its answer is here."""
         with self._lock:
-            return self._rpc_futures.pop(rpc_id, None)
+            future, _ = self._rpc_futures.pop(rpc_id, (None, None))
+            return future
 
     def forget_call(self, rpc_id: int) -> None:
         """Stop waiting for a call; its answer, if one comes, is a stale message."""
@@ -239,15 +261,22 @@ class InflightTable:
         with self._lock:
             return self._output_futures.pop(flight.key, None) is not None
 
-    def take_all(self) -> tuple[list[Flight], list[Future[Any]]]:
-        """Empty the tables: gives all open outputs and calls."""
+    def take_calls(self, owner: object) -> list[Future[Any]]:
+        """Take out the calls to ``owner``, which will not answer any more."""
         with self._lock:
-            flights = list(self._output_futures.values())
-            calls = list(self._rpc_futures.values())
-            self._output_futures.clear()
-            self._rpc_futures.clear()
-            self._forwards.clear()
-            return flights, calls
+            mine = [i for i, (_, callee) in self._rpc_futures.items() if callee is owner]
+            return [self._rpc_futures.pop(i)[0] for i in mine]
+
+    def forget_forwards(self, owner: object) -> None:
+        """Forget the forwards of ``owner``; their outputs stay registered."""
+        with self._lock:
+            for rpc_id in [i for i, (_, runner) in self._forwards.items() if runner is owner]:
+                del self._forwards[rpc_id]
+
+    def flights_of(self, owner: object) -> list[Flight]:
+        """List the open outputs that ``owner`` has."""
+        with self._lock:
+            return [f for f in self._output_futures.values() if f.owner is owner]
 
     # --- asking -------------------------------------------------------------------------------
 

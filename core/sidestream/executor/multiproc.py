@@ -16,7 +16,9 @@ from sidestream.errors import (
     WorkerStartError,
 )
 from sidestream.executor.base import FORCE_S, Executor
+from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.futures import EngineFuture
+from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.executor.process import WorkerProcess
 from sidestream.executor.pump import ResultChannel, ResultPumpThread
 from sidestream.protocol import Command, Shutdown
@@ -34,9 +36,15 @@ class MultiprocExecutor(Executor):
     """Runs its worker in a process of its own, watched through a process descriptor."""
 
     def __init__(
-        self, settings: WorkerSettings, *, dispatch_depth: int, start_timeout_s: float
+        self,
+        settings: WorkerSettings,
+        *,
+        dispatch_depth: int,
+        start_timeout_s: float,
+        table: InflightTable | None = None,
+        callbacks: CallbackThread | None = None,
     ) -> None:
-        super().__init__(dispatch_depth)
+        super().__init__(dispatch_depth, table=table, callbacks=callbacks)
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._stage = "spawn"
@@ -69,7 +77,7 @@ class MultiprocExecutor(Executor):
         try:
             process = self._process = WorkerProcess(self._settings)
             started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-            rpc_id = self.table.add_call(started)
+            rpc_id = self.table.add_call(started, self)
             self._pump.start()
             self._pump.add(process.channel)
             self._pump.watch(process.pidfd, self._on_exit)
@@ -117,6 +125,10 @@ class MultiprocExecutor(Executor):
             stage=self._stage,
             stderr=text,
         )
+
+    def has_started(self, flight: Flight) -> bool:
+        """Tell whether the worker has begun with a flight that it has."""
+        return flight.is_computed or self.process.control.running == flight.rpc_id
 
     def _ask_to_end(self) -> None:
         if self._process is not None:
@@ -188,7 +200,7 @@ class MultiprocExecutor(Executor):
                 rank=process.rank,
                 pid=process.pid,
                 exit_code=exit_code,
-                request_ids=[flight.request_id for flight in self.table.flights()],
+                request_ids=[flight.request_id for flight in self.table.flights_of(self)],
                 hint=self._last_words,
             )
         )

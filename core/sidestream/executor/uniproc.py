@@ -19,6 +19,8 @@ from sidestream.errors import (
     WorkerStartError,
 )
 from sidestream.executor.base import Executor
+from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
 from sidestream.request import OutputTimings
 from sidestream.transport.control_page import ControlPage
@@ -93,9 +95,15 @@ class UniprocExecutor(Executor):
     """
 
     def __init__(
-        self, settings: WorkerSettings, *, dispatch_depth: int, start_timeout_s: float
+        self,
+        settings: WorkerSettings,
+        *,
+        dispatch_depth: int,
+        start_timeout_s: float,
+        table: InflightTable | None = None,
+        callbacks: CallbackThread | None = None,
     ) -> None:
-        super().__init__(dispatch_depth)
+        super().__init__(dispatch_depth, table=table, callbacks=callbacks)
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._stage = "spawn"
@@ -139,6 +147,10 @@ class UniprocExecutor(Executor):
             pid=None,
             stage=self._stage,
         )
+
+    def has_started(self, flight: Flight) -> bool:
+        """Tell whether the worker has begun with a flight that it has."""
+        return flight.is_computed or self._control.running == flight.rpc_id
 
     def _ask_to_end(self) -> None:
         self._control.shutdown = True

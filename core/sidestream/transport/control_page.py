@@ -9,6 +9,10 @@ from typing import Final
 
 #: Bytes of a word. Aligned, so one store and one load each on every machine torch runs on.
 _WORD: Final = 8
+#: The words of the table of aborted requests; its places are numbered from 0.
+_ABORTS: Final = range(65, 512)
+#: How many requests can be marked as aborted at a time.
+ABORT_PLACES: Final = len(_ABORTS)
 
 
 class _Word:
@@ -59,7 +63,11 @@ class ControlPage:
     #: Worker: signs of progress while it starts, of any kind.
     progress = _Word(19)
 
-    # Words 64 and up are for the main process's table of aborted requests.
+    #: Worker: the ``rpc_id`` of the latest forward that it has begun.
+    running = _Word(20)
+
+    #: Main process: how many numbers the table of aborted requests holds, see ``AbortTable``.
+    abort_count = _Word(64)
 
     def __init__(self, fd: int) -> None:
         """Map the page behind ``fd``, which belongs to this object from now on."""
@@ -88,6 +96,20 @@ class ControlPage:
     def heartbeat(self) -> int:
         """Give a number that grows whenever the worker gets on with anything."""
         return self.steps + self.forwards + self.outputs + self.progress
+
+    def set_abort(self, place: int, number: int) -> None:
+        """Write a request's number, or 0, into a place of the table of aborted requests."""
+        self._words[_ABORTS[place]] = number
+
+    def aborts(self) -> frozenset[int]:
+        """Give the numbers of the requests that are aborted.
+
+        Reads one word while there are none. A number may show later than the count does, to who
+        asks again: nothing keeps the two in order.
+        """
+        if self.abort_count == 0:
+            return frozenset()
+        return frozenset(self._words[_ABORTS.start : _ABORTS.stop]) - {0}
 
     def fileno(self) -> int:
         """Give the descriptor to pass to the worker."""

@@ -78,8 +78,11 @@ class WorkerSettings:
     model: Path | None
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
+    #: Among all workers of the engine; each group has its own copy of the model.
     rank: int = 0
-    world_size: int = 1
+    #: Among the workers that share one copy of the model, and how many they are.
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
     async_output: bool = True
     max_pending_outputs: int = 2
     #: Say when a forward is at its last step, for the next batch to be bound then.
@@ -144,8 +147,8 @@ class Worker:
             device=self.device,
             dtype=resolve_dtype(self.settings.dtype, self.device),
             options=self.settings.options,
-            rank=self.settings.rank,
-            world_size=self.settings.world_size,
+            rank=self.settings.tensor_parallel_rank,
+            world_size=self.settings.tensor_parallel_size,
         )
         self.pipeline = LoadedPipeline.load(self.settings.pipeline, config)
         if hasattr(self.pipeline.pipeline, "on_step"):
@@ -217,6 +220,7 @@ class Worker:
             started = self._started_event()
             requests = [_decode_request(data) for data in command.requests]
             self._running = _Running(command.rpc_id, requests)
+            self._control.running = command.rpc_id
             payloads = self.pipeline.forward(requests)
             ended_at = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
