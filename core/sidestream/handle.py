@@ -63,7 +63,10 @@ class RequestHandle:
             WorkerDiedError: Its worker died.
             EngineClosedError: The engine closed first.
         """
-        return self._flight.output.result(timeout)
+        try:
+            return self._flight.output.result(timeout)
+        finally:
+            del self  # a frame that leads to the error which refers to it is a cycle
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the request is done, and give its error or None."""
