@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Gives why nobody wants an output any more, if that is so.
+GivenUp = Callable[[OutputLabel], RequestError | None]
+
 
 @dataclass(kw_only=True, eq=False)
 class OutputJob:
@@ -75,11 +78,13 @@ class OutputTransfer:
         sink: OutputSink[Any],
         *,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
+        given_up: GivenUp | None = None,
     ) -> None:
         self.platform = platform
         self.device = device
         self.sink = sink
         self._on_device_lost = on_device_lost
+        self._given_up = given_up
         # Guards _has_warned: the forward's thread and the one that copies may fail at once.
         self._warning = threading.Lock()
         self._has_warned = False
@@ -128,18 +133,29 @@ class OutputTransfer:
 
     def run(self, job: OutputJob, stream: SideStream | None) -> None:
         """Copy, publish and resolve the job's future; never raises for the output's own failure."""
+        reason = None if self._given_up is None else self._given_up(job.label)
+        if reason is not None:
+            self._drop(job, reason)
+            return
         try:
             result = self._bring_out(job, stream)
         except BaseException as error:  # noqa: BLE001 - boundary: one output's way to the host
+            # Before the check of the device, which needs some memory too.
+            job.packed.drop()
+            detach_frames(error)
             self.fail(job, self.diagnose(error))
         else:
             job.future.set_result(result)
             job.finish()
 
+    def _drop(self, job: OutputJob, reason: RequestError) -> None:
+        job.finish()  # before anybody hears: who gave it up finds its device memory free
+        job.future.set_exception(reason)
+        self.publish_error(job.label, reason)
+
     def fail(self, job: OutputJob, error: BaseException) -> None:
         """Publish that a job failed, resolve its future with the reason, give its memory back."""
         reason = transfer_error(job.label, error)
-        detach_frames(reason)
         job.future.set_exception(reason)
         self.publish_error(job.label, reason)
         job.finish()
@@ -272,7 +288,8 @@ class AsyncOutputThread:
 
     States: new, running (after ``start``), closed. ``submit`` is for one thread at a time: the one
     that queues the forwards. On a platform without streams the copies still leave the caller's
-    thread, in order, but there is nothing to overlap on a device.
+    thread, in order, but there is nothing to overlap on a device. ``given_up(label)`` is asked
+    before each copy, on this thread; an error that it gives is the output's, in place of the copy.
     """
 
     def __init__(
@@ -283,9 +300,12 @@ class AsyncOutputThread:
         device: torch.device | None = None,
         priority: int = 0,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
+        given_up: GivenUp | None = None,
     ) -> None:
         self.device = platform.device() if device is None else device
-        self.transfer = OutputTransfer(platform, self.device, sink, on_device_lost=on_device_lost)
+        self.transfer = OutputTransfer(
+            platform, self.device, sink, on_device_lost=on_device_lost, given_up=given_up
+        )
         self._priority = priority
         # SimpleQueue is a C queue: a put wakes the thread without a Python-level lock.
         self._jobs: queue.SimpleQueue[OutputJob | threading.Event | None] = queue.SimpleQueue()

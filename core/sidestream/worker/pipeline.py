@@ -12,6 +12,7 @@ from sidestream.errors import ConfigError, DeviceMemoryError, ExecutionError, Re
 from sidestream.models.post_process import find_post_process
 from sidestream.request import DiffusionRequest
 from sidestream.transport.failure import describe_error
+from sidestream.worker.running import ForwardStopped
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,7 @@ class LoadedPipeline:
         Raises:
             ExecutionError: The pipeline raised, or did not return one payload for each request.
             DeviceMemoryError: The device had too little memory.
+            ForwardStopped: Its requests were aborted, and it found out between two steps.
         """
         import torch
 
@@ -84,7 +86,7 @@ class LoadedPipeline:
                     self._finished(tree, request)
                     for tree, request in zip(trees, requests, strict=True)
                 ]
-        except RequestError:
+        except (RequestError, ForwardStopped):
             raise
         except BaseException as error:
             raise _execution_error(error, request_id) from error
@@ -146,7 +148,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def _execution_error(error: BaseException, request_id: str | None) -> RequestError:
     import torch
 
-    of_what = f"Request {request_id!r}" if request_id is not None else "A batch"
+    of_what = f"Request {request_id!r}" if request_id is not None else "The forward"
     said = describe_error(error)
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(

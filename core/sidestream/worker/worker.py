@@ -30,6 +30,7 @@ from sidestream.errors import (
     EngineClosedError,
     ExecutionError,
     InvalidRequestError,
+    RequestAbortedError,
     RequestError,
 )
 from sidestream.platforms.device import DeviceEvent
@@ -42,14 +43,16 @@ from sidestream.protocol import (
     Command,
     Execute,
     Shutdown,
+    number_of,
 )
-from sidestream.request import DiffusionRequest, OutputTimings
+from sidestream.request import AbortOutcome, DiffusionRequest, OutputTimings
 from sidestream.transport.channel import ChannelClosed
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import describe_error, detach_frames
 from sidestream.transport.packing import unpack_bytes
 from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
+from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
 
 if TYPE_CHECKING:
@@ -126,7 +129,9 @@ class Worker:
         for _ in range(settings.max_pending_outputs):
             self._places.put(None)
         self.output_thread: AsyncOutputThread | None = None
-        self._running: _Running | None = None
+        self._running: RunningForward | None = None
+        # Guards the count of outputs, which both threads raise.
+        self._counting = threading.Lock()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -155,15 +160,14 @@ class Worker:
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
         sink = self._port.make_sink(self.platform, self.device)
+        hooks: Any = {"on_device_lost": self._port.device_lost, "given_up": self._given_up}
         if self.settings.async_output and self.platform.is_asynchronous:
             self.output_thread = AsyncOutputThread(
-                self.platform, sink, device=self.device, on_device_lost=self._port.device_lost
+                self.platform, sink, device=self.device, **hooks
             ).start()
             self._transfer = self.output_thread.transfer
         else:
-            self._transfer = OutputTransfer(
-                self.platform, self.device, sink, on_device_lost=self._port.device_lost
-            )
+            self._transfer = OutputTransfer(self.platform, self.device, sink, **hooks)
 
     def run(self) -> None:
         """Take commands until ``Shutdown``, then bring out what is pending."""
@@ -211,36 +215,44 @@ class Worker:
     # --- commands -----------------------------------------------------------------------------
 
     def _execute(self, command: Execute) -> None:
-        if not self._take_place():
+        rest = self._take_place(command)
+        if rest is None:
             self._refuse(command, EngineClosedError("The engine closed before this ran."))
             return
-        place = _Place(len(command.output_ids), self._places)
+        command = rest
+        if not command.output_ids:
+            self._send_computed(command)
+            return
+        place = _Place(len(command.output_ids), self._places, self._count_output)
+        numbers = [number_of(output_id) for output_id in command.output_ids]
         try:
             started_at = time.monotonic()
             started = self._started_event()
             requests = [_decode_request(data) for data in command.requests]
-            self._running = _Running(command.rpc_id, requests)
+            self._running = RunningForward(command.rpc_id, numbers, requests)
             self._control.running = command.rpc_id
             payloads = self.pipeline.forward(requests)
             ended_at = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
+            running, self._running = self._running, None
             place.give_back()
-            self._fail(error, partial(self._refuse, command))
+            if running is not None and running.stopped_at is not None:
+                detach_frames(error)  # before the answer: they hold the forward's tensors
+                self._answer_stopped(command, running.stopped_at)
+            else:
+                self._fail(error, partial(self._refuse, command))
             return
-        finally:
-            self._running = None
-        self._port.send(
-            AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=command.rpc_id)
-        )
-        self._control.forwards += 1
+        self._running = None
+        self._send_computed(command)
         timings = OutputTimings(forward_started_at=started_at, forward_ended_at=ended_at)
         for index in range(len(payloads)):
-            label = OutputLabel(
-                output_id=command.output_ids[index],
-                rpc_id=command.rpc_id,
-                attempt=command.attempts[index],
-                post_process=self.pipeline.post_process,
-            )
+            label = self._label(command, index)
+            gone = self._given_up(label)
+            if gone is not None:
+                del payloads[0]
+                place.output_done()
+                self._transfer.publish_error(label, gone)
+                continue
             # Popped, so that nothing here keeps what the output thread lets go of.
             self._hand_over(label, payloads.pop(0), started, timings, place)
 
@@ -293,12 +305,70 @@ class Worker:
             detach_frames(reason)
             self._send_error(reason, rpc_id=command.rpc_id)
 
+    def _label(self, command: Execute, index: int) -> OutputLabel:
+        return OutputLabel(
+            output_id=command.output_ids[index],
+            rpc_id=command.rpc_id,
+            attempt=command.attempts[index],
+            post_process=self.pipeline.post_process,
+        )
+
+    def _send_computed(self, command: Execute) -> None:
+        self._port.send(
+            AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=command.rpc_id)
+        )
+        self._control.forwards += 1
+
+    # --- aborts -------------------------------------------------------------------------------
+
+    def _leave_out_aborted(self, command: Execute) -> Execute:
+        """Answer for the requests of a command that need not run; gives the rest of it."""
+        aborted = self._control.aborts()
+        if not aborted:
+            return command
+        rest = []
+        for index, output_id in enumerate(command.output_ids):
+            if number_of(output_id) in aborted:
+                self._answer_aborted(command, index, AbortOutcome.NEVER_STARTED)
+            else:
+                rest.append(index)
+        return replace(
+            command,
+            output_ids=tuple(command.output_ids[i] for i in rest),
+            attempts=tuple(command.attempts[i] for i in rest),
+            requests=tuple(command.requests[i] for i in rest),
+        )
+
+    def _answer_stopped(self, command: Execute, step: int) -> None:
+        """Answer for a forward that ended between two steps; its place and memory are free."""
+        for index in range(len(command.output_ids)):
+            self._answer_aborted(command, index, AbortOutcome.STOPPED, step)
+        self._send_computed(command)
+
+    def _answer_aborted(
+        self, command: Execute, index: int, outcome: AbortOutcome, step: int | None = None
+    ) -> None:
+        error = RequestAbortedError(outcome=outcome, step=step)
+        self._transfer.publish_error(self._label(command, index), error)
+        self._count_output()
+
+    def _given_up(self, label: OutputLabel) -> RequestAbortedError | None:
+        """Give why an output need not be copied; either thread."""
+        if number_of(label.output_id) in self._control.aborts():
+            return RequestAbortedError(outcome=AbortOutcome.DETACHED)
+        return None
+
+    def _count_output(self) -> None:
+        with self._counting:
+            self._control.outputs += 1
+
     # --- failures -----------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, answer: Callable[[BaseException], None]) -> None:
         """Report with ``answer`` what failed on this thread, and what that says of the device."""
+        # They hold the forward's tensors, and the check of the device needs some memory too.
+        detach_frames(error)
         found = self._transfer.diagnose(error)
-        detach_frames(found)  # they hold the forward's tensors
         if not isinstance(found, DeviceLostError):
             answer(found)
             return
@@ -329,15 +399,24 @@ class Worker:
 
     # --- places and progress ------------------------------------------------------------------
 
-    def _take_place(self) -> bool:
-        while True:
-            if self._control.shutdown:
-                return False
+    def _take_place(self, command: Execute) -> Execute | None:
+        """Wait for a place and give what then is left of a command.
+
+        Without a place if nothing is left of it; None when the engine closes.
+        """
+        while not self._control.shutdown:
+            command = self._leave_out_aborted(command)
+            if not command.output_ids:
+                return command
             try:
                 self._places.get(timeout=_PLACE_POLL_S)
             except queue.Empty:
                 continue
-            return True
+            command = self._leave_out_aborted(command)
+            if not command.output_ids:
+                self._places.put(None)
+            return command
+        return None
 
     def _started_event(self) -> DeviceEvent | None:
         return self._transfer.record() if self.platform.is_asynchronous else None
@@ -345,7 +424,10 @@ class Worker:
     def _on_step(self, step: int) -> None:
         self._control.steps += 1
         running = self._running
-        if running is not None and self.settings.announce_last_step and running.is_last(step):
+        if running is None:
+            return
+        running.stop_if_unwanted(self._control.aborts(), step)
+        if self.settings.announce_last_step and running.is_last(step):
             self._port.send(
                 AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, rpc_id=running.rpc_id)
             )
@@ -354,24 +436,15 @@ class Worker:
         self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=stage))
 
 
-class _Running:
-    """The forward that the pipeline is in."""
-
-    def __init__(self, rpc_id: int, requests: list[DiffusionRequest]) -> None:
-        self.rpc_id = rpc_id
-        self._steps = requests[0].sampling_params.num_inference_steps
-
-    def is_last(self, done: int) -> bool:
-        """Tell whether one step is left after ``done``."""
-        return self._steps is not None and done == self._steps - 1
-
-
 class _Place:
     """One forward's share of the device memory for outputs; free when its last output is out."""
 
-    def __init__(self, outputs: int, places: queue.SimpleQueue[None]) -> None:
+    def __init__(
+        self, outputs: int, places: queue.SimpleQueue[None], count: Callable[[], None]
+    ) -> None:
         self._places = places
         self._left = outputs
+        self._count = count
         # Guards _left: outputs end on the output thread, failed ones on the main thread.
         self._lock = threading.Lock()
 
@@ -382,6 +455,7 @@ class _Place:
             is_free = self._left == 0
         if is_free:
             self._places.put(None)
+        self._count()
 
     def give_back(self) -> None:
         """Free the place of a forward that made no output."""
