@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sidestream.errors import WorkerError as WorkerError
     from sidestream.errors import WorkerHungError as WorkerHungError
     from sidestream.errors import WorkerStartError as WorkerStartError
+    from sidestream.executor.base import GroupHealth as GroupHealth
     from sidestream.executor.base import Health as Health
     from sidestream.executor.pump import ResultChannel as ResultChannel
     from sidestream.executor.pump import ResultPumpThread as ResultPumpThread
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from sidestream.request import DiffusionRequest as DiffusionRequest
     from sidestream.request import OutputTimings as OutputTimings
     from sidestream.request import SamplingParams as SamplingParams
+    from sidestream.trace import write_trace as write_trace
     from sidestream.worker.output_thread import AsyncOutputThread as AsyncOutputThread
     from sidestream.worker.sink import HostSink as HostSink
     from sidestream.worker.sink import OutputSink as OutputSink
@@ -70,6 +72,8 @@ _HOMES: Final = {
     "AbortResult": "sidestream.request",
     "DiffusionOutput": "sidestream.output",
     "Health": "sidestream.executor.base",
+    "GroupHealth": "sidestream.executor.base",
+    "write_trace": "sidestream.trace",
     "Pipeline": "sidestream.models.pipeline",
     "AsyncOutputThread": "sidestream.worker.output_thread",
     "HostSink": "sidestream.worker.sink",

@@ -228,10 +228,16 @@ class DiffusionEngine:
         }
 
     def describe(self) -> str:
-        """Say what waits where, one line for each request that is not done."""
+        """Say what waits for what: the queue, each worker group, each request that is not done."""
+        health = self.health()
         lines = [
             f"engine on {self.platform.name} ({self.config.executor}), health: "
-            f"{'ok' if self.health().ok else self.health().reason}"
+            f"{'ok' if health.ok else health.reason}",
+            f"queue: {self._loop.why_waiting()}",
+        ]
+        lines += [
+            f"group {group.index}: {group.state}{f' ({group.reason})' if group.reason else ''}"
+            for group in health.groups
         ]
         lines += [
             f"  {flight.request_id!r} ({flight.output_id}): {flight.state}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class EngineLoop:
         self.submitted = 0
         self.completed = 0
         self.failed = 0
+        self.carriers: Counter[str] = Counter()
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
         executor.on_batch_failed = self._on_batch_failed
@@ -173,7 +174,31 @@ class EngineLoop:
                 "failed": self.failed,
                 "queued": len(self._scheduler),
                 "ready_bytes": self._ready.value(),
+                "carriers": dict(self.carriers),
             }
+
+    def why_waiting(self) -> str:
+        """Say what the next request in the queue waits for."""
+        with self._room:
+            batch = self._scheduler.peek()
+            ready_bytes = self._ready.value()
+            ready_at = self._scheduler.ready_at()
+        if not batch or ready_at is None:
+            return "nothing is queued"
+        if self._refusal is not None:
+            return "nothing is taken any more"
+        if batch[0].is_suspect and not self._executor.can_run_alone():
+            return "a request that a worker may have died of waits for a worker of its own"
+        if not self._executor.has_capacity(bind_late=self._batches):
+            return "no worker has room: they compute, or are being restarted"
+        if ready_bytes > self._limit and not self._wanted:
+            return (
+                f"{ready_bytes} bytes of outputs are ready and not taken "
+                f"(host_buffer_bytes={self._limit})"
+            )
+        if ready_at > time.monotonic():
+            return "the oldest request waits for company (max_batch_wait_s)"
+        return "it is about to be sent"
 
     def stop(self) -> None:
         """Fail what is queued and end the thread."""
@@ -195,6 +220,7 @@ class EngineLoop:
             self.failed += 1
         else:
             self.completed += 1
+            self.carriers[delivery.carrier] += 1
         self._ready.add(delivery.nbytes)
         delivery.count(self._ready.free)
         if self._has_suspects:

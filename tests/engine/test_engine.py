@@ -356,6 +356,8 @@ def test_an_engine_describes_what_waits_where(make_engine):
         time.sleep(0.01)
     lines = engine.describe().splitlines()
     assert "health: ok" in lines[0]
-    states = [line.split()[-1] for line in lines[1:]]
+    assert lines[1] == "queue: no worker has room: they compute, or are being restarted"
+    assert lines[2] == "group 0: running"
+    states = [line.split()[-1] for line in lines[3:]]
     assert sorted(states) == ["dispatched", "dispatched", "queued", "queued"]
     assert all(any(f"'r{i}'" in line for line in lines) for i in range(len(handles)))

@@ -145,6 +145,7 @@ class Delivery:
         async_output_id: str,
         failed: bool,
         nbytes: int,
+        carrier: str,
     ) -> None:
         self.kind = kind
         self.rpc_id = rpc_id
@@ -154,6 +155,8 @@ class Delivery:
         self.failed = failed
         #: Bytes of memory that it keeps.
         self.nbytes = nbytes
+        #: How an output travelled, see ``OutputTimings.carrier``.
+        self.carrier = carrier
         #: ``time.monotonic()`` of its arrival.
         self.received_at = time.monotonic()
         self._on_settled: Callable[[int], None] | None = None
@@ -213,13 +216,15 @@ class LocalDelivery(Delivery):
             async_output_id=message.async_output_id or "",
             failed=message.error is not None,
             nbytes=nbytes,
+            carrier="host",
         )
 
     def _open(self) -> tuple[AsyncDiffusionOutput, str | None]:
         message, self._message = self._message, None
         if message is None:
             raise InternalError(f"Output {self.async_output_id!r} was opened twice.")
-        return message, self._post_process
+        timings = replace(message.timings, carrier=self.carrier)
+        return replace(message, timings=timings), self._post_process
 
     def _discard(self) -> None:
         self._message = None
@@ -231,10 +236,10 @@ class FrameDelivery(Delivery):
     def __init__(self, frame: Frame, arenas: ArenaMap) -> None:
         self._frame: Frame | None = frame
         self._lease: Lease | None = None
-        self._carrier = "inline"
+        carrier = "inline"
         nbytes = len(frame.body)
         if frame.token:
-            self._carrier = "one-shot" if frame.is_one_shot else "slot"
+            carrier = "one-shot" if frame.is_one_shot else "slot"
             nbytes += frame.nbytes
             self._lease = arenas.lease(
                 arena_id=frame.arena_id,
@@ -252,6 +257,7 @@ class FrameDelivery(Delivery):
             async_output_id=frame.output_id,
             failed=bool(frame.kind & FAILED),
             nbytes=nbytes,
+            carrier=carrier,
         )
 
     def _open(self) -> tuple[AsyncDiffusionOutput, str | None]:
@@ -275,7 +281,7 @@ class FrameDelivery(Delivery):
         elif self.kind is AsyncOutputKind.OUTPUT_READY:
             timings, post_process, head = pickle.loads(frame.body)
             tree = unpack_bytes(head) if lease is None else unpack(head, lease.array())
-            fields |= {"output": tree, "timings": replace(timings, carrier=self._carrier)}
+            fields |= {"output": tree, "timings": replace(timings, carrier=self.carrier)}
         elif self.kind is AsyncOutputKind.RPC_RESULT:
             (fields["result"],) = unpack_bytes(frame.body)
         elif self.kind is AsyncOutputKind.PROGRESS:

@@ -1,0 +1,58 @@
+"""What an engine says of itself."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from sidestream import DiffusionRequest, SamplingParams, write_trace
+
+
+def request(seed=0, height=64):
+    return DiffusionRequest("x", SamplingParams(height=height, width=64, seed=seed))
+
+
+def test_a_trace_has_a_span_for_each_stage_of_each_output(engines, tmp_path):
+    engine = engines("Gradient", "sim")
+    outputs = engine.generate([request(seed=i) for i in range(3)])
+    write_trace(outputs, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    for output in outputs:
+        own = [e for e in spans if e["name"] == output.request_id]
+        assert [lanes[e["tid"]] for e in own] == list(lanes.values())
+        (copy,) = [e for e in own if lanes[e["tid"]] == "copy"]
+        assert copy["args"]["nbytes"] == output.output.nbytes
+        assert copy["ts"] == pytest.approx(output.timings.copy_started_at * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "executor", "carrier"),
+    [("sim", "multiproc", "slot"), ("sim", "uniproc", "host"), ("cpu", "multiproc", "slot")],
+)
+def test_stats_count_how_outputs_travelled(engines, platform, executor, carrier):
+    engine = engines("Gradient", platform, executor)
+    before = engine.stats()["carriers"].get(carrier, 0)
+    output = engine.submit(request()).result(30)
+    assert output.timings.carrier == carrier
+    assert engine.stats()["carriers"][carrier] == before + 1
+
+
+def test_an_output_for_which_the_arenas_have_no_room_is_a_one_shot(make_engine):
+    engine = make_engine("Gradient", platform="cpu", host_buffer_bytes=0)
+    assert engine.submit(request()).result(30).timings.carrier == "one-shot"
+    assert engine.stats()["carriers"] == {"one-shot": 1}
+
+
+def test_an_engine_says_that_it_waits_for_outputs_to_be_taken(make_engine):
+    engine = make_engine("Gradient", platform="cpu", host_buffer_bytes=0)
+    handles = [engine.submit(request(seed=i)) for i in range(10)]
+    assert handles[0].output_ready.result(30) is None
+    deadline = time.monotonic() + 10
+    while "ready and not taken (host_buffer_bytes=0)" not in engine.describe():
+        assert time.monotonic() < deadline, engine.describe()
+        time.sleep(0.01)
+    assert [int(h.result(30).output[0, 0, 0]) for h in handles] == list(range(10))
