@@ -147,6 +147,17 @@ def test_a_batch_waits_for_company_as_long_as_it_is_told(make_engine):
     assert quick.submit(request()).result(10)
 
 
+def test_a_batch_can_be_run_past_the_queue(engines):
+    engine = engines("Batching", "sim")
+    (answer,) = engine.executor.collective_rpc(
+        "execute_model_batch", ([request(seed=i) for i in range(3)],)
+    )
+    assert len({output_id.partition("/")[0] for output_id in answer.async_output_ids}) == 1
+    for i, output_id in enumerate(answer.async_output_ids):
+        future = engine.executor.wait_output_ready(output_id)
+        assert (future.result(30).output == i).all()
+
+
 def test_qwen_image_batches_equal_each_request_alone_within_rounding():
     prompts = ["7", "three", "a handwritten 5"]
     config = {"model": "digits", "platform": "cpu", "executor": "uniproc"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 
@@ -186,7 +187,7 @@ class Batching(Gradient):
         fates = {"member": ValueError("only me"), "none": None}
         outputs = super().forward(requests)
         return [
-            fates[r.prompt] if r.prompt in fates else output
+            fates.get(r.prompt, output)
             for r, output in zip(requests, outputs, strict=True)
         ]
 
@@ -204,7 +205,7 @@ class Stepping(Batching):
         for step in range(requests[0].sampling_params.num_inference_steps):
             if requests[0].prompt == "gated":
                 # A named pipe a step: opening it waits for the test to open the other end.
-                open(f"{self.config.options['gates']}/{step + 1}").read()
+                Path(self.config.options["gates"], str(step + 1)).read_text()
             if self.on_step is not None:
                 self.on_step(step + 1)
         return super().forward(requests)
@@ -223,7 +224,7 @@ class Mortal(Gradient):
         with open(self.config.options["log"], "a") as log:
             for r in requests:
                 print(os.getpid(), r.prompt, r.sampling_params.seed, file=log)
-        log_text = open(self.config.options["log"]).read()
+        log_text = Path(self.config.options["log"]).read_text()
         for r in requests:
             if r.prompt == "die" or (r.prompt == "die-once" and log_text.count("die-once") == 1):
                 os.kill(os.getpid(), signal.SIGKILL)

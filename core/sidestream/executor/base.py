@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,19 @@ from sidestream.errors import (
 )
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.futures import EngineFuture, OutputFuture
+from sidestream.executor.hang_watch import HangWatch
 from sidestream.executor.inflight import Flight, InflightTable
-from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, RunnerOutput
+from sidestream.protocol import (
+    AsyncOutputKind,
+    Call,
+    Command,
+    Execute,
+    RunnerOutput,
+    number_of,
+)
 from sidestream.request import DiffusionRequest
+from sidestream.transport.abort_table import AbortTable
+from sidestream.transport.control_page import ControlPage
 from sidestream.transport.envelope import Delivery
 from sidestream.transport.packing import PackingError, pack_bytes
 
@@ -90,12 +102,26 @@ class Dispatcher(ABC):
             RequestError: The request can't be sent, or its forward failed.
             WorkerDiedError: The worker died.
         """
+        return self.execute_model_batch([request], timeout_s)
+
+    def execute_model_batch(
+        self, requests: Sequence[DiffusionRequest], timeout_s: float | None = None
+    ) -> RunnerOutput:
+        """Run one forward over compatible requests; as :meth:`execute_model`.
+
+        Each request's output has an id of its own, ``{batch_id}/{request_id}``.
+        """
         self.check_usable()
-        flight = self.make_flight(request)
-        self.table.add_flight(flight)
-        self.dispatch([flight])
-        flight.compute_done.result(timeout_s)
-        return RunnerOutput((flight.output_id,), held=(flight.output,))
+        flights = [self.make_flight(request) for request in requests]
+        for flight in flights:
+            self.table.add_flight(flight)
+        self.dispatch(flights)
+        for flight in flights:
+            flight.compute_done.result(timeout_s)
+        return RunnerOutput(
+            tuple(flight.output_id for flight in flights),
+            held=tuple(flight.output for flight in flights),
+        )
 
     def make_flight(
         self, request: DiffusionRequest, want: Callable[[str], None] | None = None
@@ -173,13 +199,16 @@ class Executor(Dispatcher):
         self,
         dispatch_depth: int,
         *,
+        hang_timeout_s: float = math.inf,
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
     ) -> None:
         super().__init__(table or InflightTable(), callbacks or CallbackThread())
         self._owns_callbacks = callbacks is None
         self._dispatch_depth = dispatch_depth
-        # Guards _executing and the state: the loop dispatches, the pump hears the answers.
+        self._hang_timeout_s = hang_timeout_s
+        self._hang = HangWatch(hang_timeout_s)
+        # Guards _executing, the aborts and the state: the loop dispatches, the pump hears answers.
         # Reentrant, since a signal handler may close the engine while its thread is in here.
         self._lock = threading.RLock()
         # Guards the steps of the end; reentrant for the same reason.
@@ -189,6 +218,9 @@ class Executor(Dispatcher):
         # Of those, the ones that are at their last step.
         self._ending_soon: set[int] = set()
         self._suspect: Flight | None = None
+        # The page that the worker reads, and who is marked there; None before there is a worker.
+        self._page: ControlPage | None = None
+        self._aborts: AbortTable | None = None
         #: What the worker said of itself when it was ready.
         self.worker: Mapping[str, Any] = {}
         self._broken: BaseException | None = None
@@ -291,7 +323,11 @@ class Executor(Dispatcher):
     @property
     def has_suspect(self) -> bool:
         """Tell whether the worker has a request that must have it for itself."""
-        return self._suspect is not None and not self._suspect.output.done()
+        suspect = self._suspect
+        # One that was given up is done for its caller before it is for the worker.
+        return suspect is not None and (
+            not suspect.output.done() or suspect.rpc_id in self._executing
+        )
 
     @abstractmethod
     def has_started(self, flight: Flight) -> bool:
@@ -312,6 +348,8 @@ class Executor(Dispatcher):
         with self._lock:
             error = self._broken or self._closed
             self._executing.add(rpc_id)
+            if error is None and self._page is not None:
+                self._hang.begin(self._page.heartbeat, time.monotonic())
         if error is not None:
             # It stopped since the caller looked, and may have emptied the table before.
             self._end_forward(rpc_id, error)
@@ -324,6 +362,61 @@ class Executor(Dispatcher):
                 requests=tuple(flight.packed for flight in flights),
             )
         )
+
+    # --- giving up ----------------------------------------------------------------------------
+
+    def abort(self, flight: Flight) -> None:
+        """Tell the worker to give a flight up, unless it has answered; its answer says how."""
+        with self._lock:
+            if flight.owner is self and flight.key in self.table and self._aborts is not None:
+                # Where there is no place for the mark, the request just goes on.
+                self._aborts.add(flight.number)
+
+    def time_out(self, flight: Flight) -> bool:
+        """Forget a flight, and tell the worker; False if it was out already."""
+        with self._lock:
+            if not self.table.drop_flight(flight):
+                return False
+            if flight.owner is self and self._aborts is not None:
+                self._aborts.add(flight.number)
+            return True
+
+    @property
+    def aborting(self) -> int:
+        """Count the requests that the worker was told to give up and has not answered for."""
+        return 0 if self._aborts is None else len(self._aborts)
+
+    def _adopt(self, page: ControlPage) -> None:
+        """Take the control page of the worker."""
+        self._page, self._aborts = page, AbortTable(page)
+
+    def _forget_abort(self, number: int) -> None:
+        with self._lock:
+            if self._aborts is not None:
+                self._aborts.discard(number)
+
+    # --- hanging ------------------------------------------------------------------------------
+
+    def watch(self, now: float) -> float | None:
+        """End a worker that hangs; gives when to look again, None: there is nothing to watch."""
+        with self._lock:
+            look_at = self._hang.look_at
+            if self._broken is not None or self._closed is not None or self._page is None:
+                return None
+            if look_at is None or now < look_at:
+                return look_at
+            # A call may take as long as it likes, and its caller may wait for as long.
+            since = now if self.table.has_calls(self) else self.table.busy_since(self)
+            silent_s = self._hang.look(self._page.heartbeat, since, now)
+            look_at = self._hang.look_at
+        if silent_s is None:
+            return look_at
+        self._end_hung(silent_s)
+        return None
+
+    @abstractmethod
+    def _end_hung(self, silent_s: float) -> None:
+        """End a worker that was silent for too long, if that can be, and break."""
 
     # --- path 2: calls ------------------------------------------------------------------------
 
@@ -346,7 +439,8 @@ class Executor(Dispatcher):
             Whatever the method raised, with its remote traceback as cause.
         """
         if method in FORWARDS:
-            return [self.execute_model(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
+            run = getattr(self, method)
+            return [run(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
         return [self.answer(self.call(method, args, kwargs), timeout_s)]
 
     def call(
@@ -390,6 +484,7 @@ class Executor(Dispatcher):
     # --- answers, on the pump -----------------------------------------------------------------
 
     def _on_delivery(self, delivery: Delivery) -> None:
+        self._hang.message(delivery.received_at)
         match delivery.kind:
             case AsyncOutputKind.COMPUTE_DONE:
                 for flight in self._take_forward(delivery.rpc_id):
@@ -408,6 +503,8 @@ class Executor(Dispatcher):
 
     def _on_output(self, delivery: Delivery) -> None:
         flight = self.table.take_flight(delivery.async_output_id, delivery.attempt)
+        # A late one too: its request was given up.
+        self._forget_abort(number_of(delivery.async_output_id))
         if flight is None:
             delivery.discard()
         else:
@@ -418,9 +515,10 @@ class Executor(Dispatcher):
         if call is not None:
             call.set_result(delivery)
             return
-        flights = self._take_forward(delivery.rpc_id)
+        flights = self._take_failed(delivery.rpc_id)
         if len(flights) > 1:
-            self.on_batch_failed(flights, delivery)
+            # Of a batch, some may have been answered for before it ran.
+            self.on_batch_failed([f for f in flights if f.key in self.table], delivery)
         elif flights and self.table.take_flight(flights[0].key, flights[0].attempt) is not None:
             self._deliver(flights[0], delivery)
         else:
@@ -445,8 +543,18 @@ class Executor(Dispatcher):
         self.on_capacity()
         return flights
 
+    def _take_failed(self, rpc_id: int) -> tuple[Flight, ...]:
+        """Take a forward out of which nothing else will come."""
+        flights = self._take_forward(rpc_id)
+        with self._lock:
+            for flight in flights:
+                flight.owner = None  # whoever aborts it from here on leaves no mark
+                if self._aborts is not None:
+                    self._aborts.discard(flight.number)
+        return flights
+
     def _end_forward(self, rpc_id: int, error: BaseException) -> None:
-        for flight in self._take_forward(rpc_id):
+        for flight in self._take_failed(rpc_id):
             if self.table.drop_flight(flight):
                 flight.fail(fresh(error))
 
@@ -466,6 +574,8 @@ class Executor(Dispatcher):
         with self._lock:
             self._executing.clear()
             self._ending_soon.clear()
+            if self._aborts is not None:
+                self._aborts.clear()
         self.table.forget_forwards(self)
         for call in self.table.take_calls(self):
             if not call.done():
