@@ -55,6 +55,11 @@ class EngineConfig:
     max_batch_wait_s: float = 0.0
     #: Requests that wait in the main process; ``submit`` raises over it, ``generate`` waits.
     max_queued_requests: int = 1024
+    #: How long a request may take from submit to output where ``submit`` does not say.
+    request_timeout_s: float | None = None
+    #: How long a worker that has work may show no progress: steps, forwards, outputs, messages.
+    #: Its forward is taken for hung then; ``math.inf``: never.
+    hang_timeout_s: float = 300.0
     #: How often a worker that died may be restarted within ten minutes; 0: never.
     max_restarts: int = 3
     #: How long a starting worker may show no progress.
@@ -90,8 +95,16 @@ class EngineConfig:
             raise ConfigError("host_buffer_bytes", self.host_buffer_bytes, "a number of bytes")
         if not self.max_batch_wait_s >= 0:
             raise ConfigError("max_batch_wait_s", self.max_batch_wait_s, "seconds, 0 or more")
-        if not self.start_timeout_s > 0:
-            raise ConfigError("start_timeout_s", self.start_timeout_s, "a positive number")
+        for name in ("start_timeout_s", "hang_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "a positive number")
+        if self.request_timeout_s is not None and not is_duration(self.request_timeout_s):
+            raise ConfigError("request_timeout_s", self.request_timeout_s, "seconds, 0 or more")
+
+
+def is_duration(value: object) -> bool:
+    """Tell whether ``value`` is a number of seconds, 0 or more; ``math.inf`` is one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True)

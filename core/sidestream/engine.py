@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import math
 import random
 import time
 import weakref
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from sidestream.config import EngineConfig
+from sidestream.config import EngineConfig, is_duration
 from sidestream.errors import InvalidRequestError, MissingDependencyError
 from sidestream.handle import RequestHandle
 from sidestream.request import DiffusionRequest, SamplingParams
@@ -115,20 +116,23 @@ class DiffusionEngine:
             settings,
             dispatch_depth=config.dispatch_depth,
             start_timeout_s=config.start_timeout_s,
+            hang_timeout_s=config.hang_timeout_s,
             table=table,
             callbacks=callbacks,
         )
 
     # --- requests -----------------------------------------------------------------------------
 
-    def submit(self, request: DiffusionRequest) -> RequestHandle:
+    def submit(self, request: DiffusionRequest, *, timeout_s: float | None = None) -> RequestHandle:
         """Queue one request and return at once.
 
         The request is packed here: what it holds may be changed afterwards. Without a seed it gets
-        one here.
+        one here. Its output has to be ready within ``timeout_s`` from now, the queue included;
+        None: the config's ``request_timeout_s``, ``math.inf``: any time.
 
         Raises:
-            InvalidRequestError: The request can't be sent to a worker; names what is wrong.
+            InvalidRequestError: The request can't be sent to a worker; names what is wrong. Or
+                ``timeout_s`` is no duration.
             QueueFullError: ``max_queued_requests`` are waiting.
             EngineClosedError, WorkerDiedError: The engine takes no more work.
         """
@@ -139,14 +143,24 @@ class DiffusionEngine:
                 f"submit() takes a DiffusionRequest, not {type(request).__name__}; "
                 "generate() takes prompts too."
             )
+        if timeout_s is None:
+            timeout_s = self.config.request_timeout_s
+        elif not is_duration(timeout_s):
+            raise InvalidRequestError(
+                f"timeout_s={timeout_s!r} is not possible; allowed: seconds, 0 or more, or None.",
+                request_id=request.request_id,
+            )
         params = request.sampling_params.with_defaults(self._source.defaults)
         if params.seed is None:
             params = replace(params, seed=random.randint(0, _MAX_SEED))
         request = replace(request, sampling_params=params)
         flight = self.executor.make_flight(request, want=self._loop.want)
         flight.batch_key = batch_key(request)
+        if timeout_s is not None and timeout_s < math.inf:
+            flight.timeout_s = timeout_s
+            flight.due_at = flight.submitted_at + timeout_s
         self._loop.add(flight)
-        return RequestHandle(flight, self)
+        return RequestHandle(flight, self, self._loop.abort)
 
     def generate(
         self,
@@ -161,7 +175,7 @@ class DiffusionEngine:
         gets ``seed + i``. Waits for room where ``submit`` would raise.
 
         Raises:
-            RequestError: The first request, in input order, that failed.
+            RequestError: The first request, in input order, that failed; the others are aborted.
         """
         return list(
             self.imap(_requests(prompts, seed, params), window=self.config.max_queued_requests)
@@ -174,13 +188,21 @@ class DiffusionEngine:
         seed: int | None = None,
         **params: Any,
     ) -> list[DiffusionOutput]:
-        """Run prompts or requests without blocking the event loop; as :meth:`generate`."""
+        """Run prompts or requests without blocking the event loop; as :meth:`generate`.
+
+        When the task is canceled, or one request fails, the others are aborted.
+        """
         self.executor.check_process()
-        handles = []
-        for request in _requests(prompts, seed, params):
-            await asyncio.to_thread(self._loop.wait_for_room)
-            handles.append(self.submit(request))
-        return [await handle for handle in handles]
+        handles: list[RequestHandle] = []
+        try:
+            for request in _requests(prompts, seed, params):
+                await asyncio.to_thread(self._loop.wait_for_room)
+                handles.append(self.submit(request))
+            return [await handle for handle in handles]
+        except BaseException:
+            # Also CancelledError, and GeneratorExit of a task that nobody holds any more.
+            self._abort_later(handles)
+            raise
 
     def imap(
         self, requests: Iterable[PromptOrRequest], *, window: int = 16
@@ -188,22 +210,29 @@ class DiffusionEngine:
         """Yield outputs in input order and keep none of them, for long runs.
 
         At most ``window`` requests are under way at a time; the next ones are taken from the
-        iterable when outputs are.
+        iterable when outputs are. What is under way when the iteration ends early is aborted.
 
         Raises:
             RequestError: The request whose turn it is failed; the iteration ends.
         """
         self.executor.check_process()
         handles: deque[RequestHandle] = deque()
-        for request in requests:
-            if isinstance(request, str):
-                request = DiffusionRequest(request)
-            while len(handles) >= window:
-                yield handles.popleft().result()
-            self._loop.wait_for_room()
-            handles.append(self.submit(request))
-        while handles:
-            yield handles.popleft().result()
+        try:
+            for request in requests:
+                if isinstance(request, str):
+                    request = DiffusionRequest(request)
+                while len(handles) >= window:
+                    yield _take_first(handles)
+                self._loop.wait_for_room()
+                handles.append(self.submit(request))
+            while handles:
+                yield _take_first(handles)
+        finally:
+            self._abort_later(handles)
+
+    def _abort_later(self, handles: Iterable[RequestHandle]) -> None:
+        # Not here: a generator or task may be closed by the garbage collector, inside any lock.
+        self._loop.post([handle.abort for handle in handles if not handle.done()])
 
     def step(self, request: DiffusionRequest) -> list[DiffusionOutput]:
         """Run one request to its end and give its output, as a list of one."""
@@ -286,6 +315,13 @@ class DiffusionEngine:
         # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
         if hasattr(self, "_loop") and not self.executor.is_in_child:
             self._loop.abandon()
+
+
+def _take_first(handles: deque[RequestHandle]) -> DiffusionOutput:
+    # It stays among them while it is waited for: Ctrl-C there has to abort it, too.
+    output = handles[0].result()
+    handles.popleft()
+    return output
 
 
 def _requests(

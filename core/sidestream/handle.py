@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from sidestream.errors import RequestAbortedError
+from sidestream.request import AbortOutcome, AbortResult
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -26,8 +29,9 @@ class RequestHandle:
     Who takes one of its futures counts as waiting: ``concurrent.futures.wait`` does not say so.
     """
 
-    def __init__(self, flight: Flight, owner: object) -> None:
+    def __init__(self, flight: Flight, owner: object, abort: Callable[[Flight], None]) -> None:
         self._flight = flight
+        self._abort = abort
         # An engine that nobody holds ends its worker; a request under way is a reason to hold it.
         self._owner = owner
 
@@ -79,6 +83,29 @@ class RequestHandle:
     def future(self) -> Future[DiffusionOutput]:
         """Give the output's future, for ``concurrent.futures.wait`` and the like."""
         return _wanted(self._flight.output)
+
+    def abort(self, wait: bool = False, timeout_s: float | None = None) -> AbortResult:
+        """Give the request up, and say how far it had come.
+
+        One that is queued is taken back at once. One that a worker has is stopped between two
+        denoising steps; where it has none, or others share its forward, its output is dropped. The
+        worker's answer says which, and that device memory and place are free; ``wait`` for it, else
+        the outcome may be ``REQUESTED``. An output that is already copied comes as if nothing was
+        asked. May be called again, and from any thread.
+
+        Raises:
+            TimeoutError: The worker did not answer within ``timeout_s``; it is asked all the same.
+            EngineClosedError: In a forked child.
+        """
+        self._abort(self._flight)
+        # The signal and not the output, which would be rebuilt for this.
+        answer = self._flight.output_ready
+        if not wait and not answer.done():
+            return AbortResult(AbortOutcome.REQUESTED)
+        error = answer.exception(timeout_s)
+        if isinstance(error, RequestAbortedError):
+            return AbortResult(error.outcome, error.step)
+        return AbortResult(AbortOutcome.ALREADY_OUT)
 
     def __await__(self) -> Generator[Any, None, DiffusionOutput]:
         future = self._flight.output

@@ -6,10 +6,12 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from sidestream.errors import EngineClosedError
+from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
+from sidestream.request import AbortOutcome
+from sidestream.scheduler.deadlines import Deadlines
 from sidestream.scheduler.request import RequestScheduler
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.inflight import Flight
     from sidestream.transport.envelope import Delivery
+
+
+#: A wait this long is cut short: the operating system takes no time-out that ends in centuries.
+_LONGEST_PAUSE_S: Final = 3600.0
 
 
 class ReadyBytes:
@@ -67,7 +73,11 @@ class EngineLoop:
         )
         self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ready = ReadyBytes(self._inbox)
-        # Guards the scheduler, the wanted ids and the refusal; notified when there is room.
+        self._deadlines = Deadlines()
+        # Appends are atomic: any thread and any finalizer posts, the loop takes.
+        self._posted: deque[Callable[[], object]] = deque()
+        # Guards the scheduler, the deadlines, the wanted ids, the refusal and the count of what
+        # was given up here; notified when there is room.
         self._room = threading.Condition()
         self._wanted: set[str] = set()
         self._has_suspects = False
@@ -77,6 +87,7 @@ class EngineLoop:
         self.submitted = 0
         self.completed = 0
         self.failed = 0
+        self._given_up = 0
         self.carriers: Counter[str] = Counter()
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
@@ -106,7 +117,11 @@ class EngineLoop:
             if not self._batches:
                 flight.batch_key = None
             self._scheduler.add(flight)
-            self._executor.table.add_flight(flight)
+            table = self._executor.table
+            table.add_flight(flight)
+            if flight.due_at is not None:
+                self._deadlines.add(flight.key, flight.due_at)
+                self._deadlines.prune(table.open_count(), table.is_open)
             self.submitted += 1
         self.wake()
 
@@ -123,6 +138,28 @@ class EngineLoop:
                 return
             self._wanted.add(output_id)
         self.wake()
+
+    def abort(self, flight: Flight) -> None:
+        """Take a request back while it is queued, else have its worker give it up.
+
+        Raises:
+            EngineClosedError: In a forked child.
+        """
+        self._executor.check_process()
+        with self._room:
+            is_back = self._take_back(flight)
+            if not is_back:
+                # Both under the lock: what its worker lets go of must not be queued again.
+                flight.is_aborted = True
+                self._executor.abort(flight)
+        if is_back:
+            self._fail_aborted(flight, AbortOutcome.NEVER_STARTED)
+            self.wake()
+
+    def post(self, actions: Iterable[Callable[[], object]]) -> None:
+        """Have the thread do something that must not raise; never blocks, for finalizers."""
+        self._posted.extend(actions)
+        self._inbox.put(None)
 
     def wake(self) -> None:
         """Have the thread look again."""
@@ -171,7 +208,8 @@ class EngineLoop:
             return {
                 "submitted": self.submitted,
                 "completed": self.completed,
-                "failed": self.failed,
+                "failed": self.failed + self._given_up,
+                "aborting": self._executor.aborting,
                 "queued": len(self._scheduler),
                 "ready_bytes": self._ready.value(),
                 "carriers": dict(self.carriers),
@@ -232,12 +270,17 @@ class EngineLoop:
         for flight in flights:
             flight.requeue()
             flight.batch_key = None
-        self._requeue(list(flights))
+        self._requeue(list(flights), AbortOutcome.DETACHED)
 
-    def _requeue(self, flights: list[Flight]) -> None:
+    def _requeue(self, flights: list[Flight], if_aborted: AbortOutcome | None = None) -> None:
         """Put flights that were sent before in front of the queue."""
         # Dispatching finds a group gone while it holds the lock, hence the reentrant one.
         with self._room:
+            table = self._executor.table
+            # What timed out meanwhile is in no table any more.
+            aborted = [f for f in flights if f.is_aborted and table.drop_flight(f)]
+            flights = [f for f in flights if table.is_open(f.key)]
+            self._given_up += len(aborted)
             refusal = self._refusal
             if refusal is None:
                 self._scheduler.put_back(flights)
@@ -246,7 +289,49 @@ class EngineLoop:
             for flight in flights:
                 if self._executor.table.drop_flight(flight):
                     flight.fail(refusal)
+        for flight in aborted:
+            has_begun = AbortOutcome.STOPPED if flight.is_suspect else AbortOutcome.NEVER_STARTED
+            self._fail_aborted(flight, if_aborted or has_begun)
         self.wake()
+
+    # --- giving up ----------------------------------------------------------------------------
+
+    def _take_back(self, flight: Flight) -> bool:
+        """Take a request out of the queue; False if it is not there. For the lock's holder."""
+        if not self._scheduler.remove(flight.key):
+            return False
+        self._wanted.discard(flight.key)
+        self._executor.table.drop_flight(flight)
+        self._given_up += 1
+        self._room.notify()
+        return True
+
+    def _fail_aborted(self, flight: Flight, outcome: AbortOutcome) -> None:
+        flight.fail(RequestAbortedError(outcome=outcome, request_id=flight.request_id))
+
+    def _time_out_due(self) -> None:
+        """Fail what is due; a worker that has it is told, and what still comes is stale."""
+        timed_out: list[tuple[Flight, str]] = []
+        with self._room:
+            for key in self._deadlines.take_due(time.monotonic()):
+                flight = self._executor.table.find(key)
+                if flight is None:
+                    continue
+                if self._take_back(flight):
+                    timed_out.append((flight, "in the queue"))
+                elif self._executor.time_out(flight):
+                    self._given_up += 1
+                    timed_out.append((flight, "with a worker"))
+        for flight, where in timed_out:
+            assert flight.timeout_s is not None
+            flight.fail(
+                RequestTimeoutError(
+                    f"Request {flight.request_id!r} was not done within {flight.timeout_s:g} s: it "
+                    f"was {where}. Raise timeout_s, or see describe() for what waits.",
+                    timeout_s=flight.timeout_s,
+                    request_id=flight.request_id,
+                )
+            )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -260,18 +345,27 @@ class EngineLoop:
                 self.refuse(EngineClosedError("The engine was dropped without close()."))
                 self._executor.shutdown(timeout_s=0.0)
                 return
+            while self._posted:
+                self._posted.popleft()()
+            # Before anything is sent: what is due already never starts.
+            self._time_out_due()
             while self._dispatch_next():
                 pass
 
     def _pause_s(self) -> float | None:
-        """Say how long nothing can become due by itself."""
+        """Say how long nothing can become due by itself; ends workers that hang."""
+        now = time.monotonic()
+        look_at = self._executor.watch(now)
         with self._room:
             ready_at = self._scheduler.ready_at()
-        if ready_at is None or not self._executor.has_capacity(bind_late=self._batches):
-            return None
-        pause_s = ready_at - time.monotonic()
-        # What is due and was not sent waits for something that wakes the loop.
-        return pause_s if pause_s > 0 else None
+            due_at = self._deadlines.next_at()
+        if ready_at is not None and (
+            # What may be sent and was not waits for something that wakes the loop.
+            ready_at <= now or not self._executor.has_capacity(bind_late=self._batches)
+        ):
+            ready_at = None
+        nearest = min((at for at in (ready_at, due_at, look_at) if at is not None), default=None)
+        return None if nearest is None else min(max(0.0, nearest - now), _LONGEST_PAUSE_S)
 
     def _dispatch_next(self) -> bool:
         if not self._executor.has_capacity(bind_late=self._batches):

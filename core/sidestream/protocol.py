@@ -62,9 +62,10 @@ class Execute:
 def number_of(output_id: str) -> int:
     """Give the number of an output, which is what the table of aborted requests holds.
 
-    Ids are ``out-{number}``, in a batch ``{batch_id}/out-{number}``.
+    Ids are ``out-{number}``, in a batch ``{batch_id}/out-{number}``; 0 for any other.
     """
-    return int(output_id.rpartition("-")[2])
+    digits = output_id.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -368,7 +368,7 @@ class Executor(Dispatcher):
     def abort(self, flight: Flight) -> None:
         """Tell the worker to give a flight up, unless it has answered; its answer says how."""
         with self._lock:
-            if flight.owner is self and flight.key in self.table and self._aborts is not None:
+            if flight.owner is self and self.table.is_open(flight.key) and self._aborts is not None:
                 # Where there is no place for the mark, the request just goes on.
                 self._aborts.add(flight.number)
 
@@ -518,7 +518,7 @@ class Executor(Dispatcher):
         flights = self._take_failed(delivery.rpc_id)
         if len(flights) > 1:
             # Of a batch, some may have been answered for before it ran.
-            self.on_batch_failed([f for f in flights if f.key in self.table], delivery)
+            self.on_batch_failed([f for f in flights if self.table.is_open(f.key)], delivery)
         elif flights and self.table.take_flight(flights[0].key, flights[0].attempt) is not None:
             self._deliver(flights[0], delivery)
         else:

@@ -181,6 +181,29 @@ class WorkerGroups(Dispatcher):
             return
         executor.dispatch(flights)
 
+    def abort(self, flight: Flight) -> None:
+        """Tell the worker that has a flight to give it up; its answer says how."""
+        owner = flight.owner
+        if isinstance(owner, Executor):
+            owner.abort(flight)
+
+    def time_out(self, flight: Flight) -> bool:
+        """Forget a flight, and tell the worker that has it; False if it was out already."""
+        owner = flight.owner
+        if isinstance(owner, Executor):
+            return owner.time_out(flight)
+        return self.table.drop_flight(flight)
+
+    @property
+    def aborting(self) -> int:
+        """Count the requests that workers were told to give up and have not answered for."""
+        return sum(executor.aborting for executor in self.workers)
+
+    def watch(self, now: float) -> float | None:
+        """End workers that hang; gives when to look again, None: there is nothing to watch."""
+        looks = [executor.watch(now) for executor in self.workers]
+        return min((look_at for look_at in looks if look_at is not None), default=None)
+
     def collective_rpc(
         self,
         method: str,
@@ -237,7 +260,9 @@ class WorkerGroups(Dispatcher):
             if group.state != "running" or not executor.has_capacity(bind_late=bind_late):
                 continue
             # Nobody beside a suspect: an innocent would be charged with its worker's death.
-            if executor.has_suspect or (alone and self.table.flights_of(executor)):
+            if executor.has_suspect or (
+                alone and (executor.load or self.table.flights_of(executor))
+            ):
                 continue
             if best is None or executor.load < best.load:
                 best = executor

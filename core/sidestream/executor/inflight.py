@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sidestream.errors import ExecutionError, OutputTransferError, RequestError, SidestreamError
 from sidestream.executor.futures import Answer, OutputFuture, StageFuture
 from sidestream.output import DiffusionOutput
+from sidestream.protocol import number_of
 from sidestream.transport.failure import describe_error, detach_frames
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Flight:
     ) -> None:
         #: What the engine calls it, from submit on.
         self.key = output_id
+        #: What the tables of aborted requests call it.
+        self.number = number_of(output_id)
         #: What it is called on the wire: ``{batch_id}/{key}`` once it ran in a batch.
         self.output_id = output_id
         #: Requests with equal keys may share a forward; None: runs alone.
@@ -57,6 +60,11 @@ class Flight:
         self.rpc_id = 0
         #: Whether that forward is queued on a device.
         self.is_computed = False
+        #: Whether somebody gave it up while a worker had it: it must not run again.
+        self.is_aborted = False
+        #: How long it may take from submit to output, and until when that is; None: any time.
+        self.timeout_s: float | None = None
+        self.due_at: float | None = None
         #: Whether a worker died of it, perhaps: it runs once more, and with nobody beside it.
         self.is_suspect = False
         self.submitted_at = time.monotonic()
@@ -279,6 +287,37 @@ class InflightTable:
             return [f for f in self._output_futures.values() if f.owner is owner]
 
     # --- asking -------------------------------------------------------------------------------
+
+    def is_open(self, key: str) -> bool:
+        """Tell whether an output is queued or with a worker."""
+        return key in self._output_futures
+
+    def open_count(self) -> int:
+        """Count the outputs that are."""
+        return len(self._output_futures)
+
+    def find(self, key: str) -> Flight | None:
+        """Find an output that is open."""
+        with self._lock:
+            return self._output_futures.get(key)
+
+    def busy_since(self, owner: object) -> float | None:
+        """Say since when ``owner`` has had the oldest of what it has; None: it has nothing."""
+        with self._lock:
+            # Also those that nobody waits for any more: their forwards run all the same.
+            running = [
+                m for members, runner in self._forwards.values() if runner is owner for m in members
+            ]
+            mine = [f for f in self._output_futures.values() if f.owner is owner]
+        return min(
+            (f.dispatched_at for f in [*running, *mine] if f.dispatched_at is not None),
+            default=None,
+        )
+
+    def has_calls(self, owner: object) -> bool:
+        """Tell whether somebody waits for a call to ``owner``."""
+        with self._lock:
+            return any(callee is owner for _, callee in self._rpc_futures.values())
 
     def output_future(self, output_id: str) -> OutputFuture | None:
         """Find the future of an output that is open, or resolved and still held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from sidestream.errors import (
     InternalError,
     RequestError,
     WorkerDiedError,
+    WorkerHungError,
     WorkerStartError,
 )
 from sidestream.executor.base import FORCE_S, Executor
@@ -41,15 +43,19 @@ class MultiprocExecutor(Executor):
         *,
         dispatch_depth: int,
         start_timeout_s: float,
+        hang_timeout_s: float = math.inf,
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
     ) -> None:
-        super().__init__(dispatch_depth, table=table, callbacks=callbacks)
+        super().__init__(
+            dispatch_depth, hang_timeout_s=hang_timeout_s, table=table, callbacks=callbacks
+        )
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._stage = "spawn"
         self._last_progress = 0.0
         self._last_words = ""
+        self._hung: WorkerHungError | None = None
         self._process: WorkerProcess | None = None
         self._exited = threading.Event()
         self._pump = ResultPumpThread(
@@ -76,6 +82,7 @@ class MultiprocExecutor(Executor):
         self._last_progress = time.monotonic()
         try:
             process = self._process = WorkerProcess(self._settings)
+            self._adopt(process.control)
             started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
             rpc_id = self.table.add_call(started, self)
             self._pump.start()
@@ -129,6 +136,20 @@ class MultiprocExecutor(Executor):
     def has_started(self, flight: Flight) -> bool:
         """Tell whether the worker has begun with a flight that it has."""
         return flight.is_computed or self.process.control.running == flight.rpc_id
+
+    def _end_hung(self, silent_s: float) -> None:
+        process = self.process
+        self._hung = WorkerHungError(
+            f"Worker {process.rank} (pid {process.pid}) was ended: it had work and gave no sign of "
+            f"progress for {silent_s:.0f} s (hang_timeout_s={self._hang_timeout_s:g}). Where a "
+            "forward takes longer between two steps, raise that limit.",
+            rank=process.rank,
+            pid=process.pid,
+            silent_s=silent_s,
+        )
+        process.signal_group(signal.SIGKILL)
+        # Not only once it is gone: a driver that hangs may keep it for ever.
+        self._break(self._hung)
 
     def _ask_to_end(self) -> None:
         if self._process is not None:
@@ -196,7 +217,8 @@ class MultiprocExecutor(Executor):
         self._pump.remove(process.channel)
         exit_code = process.reap()
         self._break(
-            WorkerDiedError(
+            self._hung
+            or WorkerDiedError(
                 rank=process.rank,
                 pid=process.pid,
                 exit_code=exit_code,

@@ -7,6 +7,7 @@ pipeline takes the process with it, and its Python shares the interpreter with y
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from sidestream.errors import (
     DeviceLostError,
     EngineClosedError,
     InternalError,
+    WorkerHungError,
     WorkerStartError,
 )
 from sidestream.executor.base import Executor
@@ -100,15 +102,19 @@ class UniprocExecutor(Executor):
         *,
         dispatch_depth: int,
         start_timeout_s: float,
+        hang_timeout_s: float = math.inf,
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
     ) -> None:
-        super().__init__(dispatch_depth, table=table, callbacks=callbacks)
+        super().__init__(
+            dispatch_depth, hang_timeout_s=hang_timeout_s, table=table, callbacks=callbacks
+        )
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._stage = "spawn"
         self._last_progress = 0.0
         self._control = ControlPage.create()
+        self._adopt(self._control)
         self._port = LocalPort(self)
         self._worker = Worker(settings, self._port, self._control)
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -151,6 +157,18 @@ class UniprocExecutor(Executor):
     def has_started(self, flight: Flight) -> bool:
         """Tell whether the worker has begun with a flight that it has."""
         return flight.is_computed or self._control.running == flight.rpc_id
+
+    def _end_hung(self, silent_s: float) -> None:
+        self._break(
+            WorkerHungError(
+                "The thread that runs forwards had work and gave no sign of progress for "
+                f"{silent_s:.0f} s (hang_timeout_s={self._hang_timeout_s:g}). It can't be ended; a "
+                "worker process can (executor='multiproc').",
+                rank=self._settings.rank,
+                pid=None,
+                silent_s=silent_s,
+            )
+        )
 
     def _ask_to_end(self) -> None:
         self._control.shutdown = True
