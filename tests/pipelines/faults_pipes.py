@@ -288,44 +288,61 @@ class Faulty:
         sim.fault(0, reason)
         return [self.image(request).sum().item()]
 
+    def do_number(self, request):
+        """Make a number that the forward itself has to wait for."""
+        return [self.image(request).sum().item()]
+
+    def fault(self, reason):
+        from sidestream.testing import sim
+
+        sim.fault(0, reason)
+        sim.default_stream(0).mark()
+
     def do_silence(self, request):
         """Have the event that is recorded behind this forward never fire."""
         image = self.image(request)
         self.set_faults(next_event_never_fires=True)
         return [image]
 
-    def do_scattered(self, request):
-        """Make an output whose copy needs more device memory than there is."""
-        from sidestream.testing import sim
+    def do_scattered(self, request, spare_bytes):
+        """Make an output whose copy needs more device memory than is left."""
+        whole = torch.ones(2048, 2048, device=self.device)
+        first = torch.ones(4, device=self.device)
+        self.set_faults(memory_bytes=used_bytes() + spare_bytes)
+        return [{"first": first, "part": whole[::2, ::2]}]
 
-        image = torch.ones(2048, 2048, device=self.device)
-        self.set_faults(memory_bytes=sim.faults(0).memory_bytes - free_bytes() + (1 << 20))
-        return [{"first": torch.ones(4, device=self.device), "part": image[::2, ::2]}]
+    def do_out_of_memory(self, request, spare_bytes):
+        held = torch.ones(1024, 1024, device=self.device)
+        self.set_faults(memory_bytes=used_bytes() + spare_bytes)
+        return [held + held]
+
+    def give_memory(self):
+        self.set_faults(memory_bytes=16 << 30)
+
+    def order(self, what, times):
+        """Have the platform ``unsure`` fail."""
+        import faults_platforms
+
+        faults_platforms.orders[what] = times
 
     def memory(self):
         return free_bytes()
 
-    def hold_forwards(self):
+    def hold_forwards(self, gate):
+        """Let nothing more complete on the forwards' stream, until somebody opens the gate.
+
+        By a thread: the one that takes calls may be waiting then.
+        """
         from sidestream.testing import sim
 
-        sim.default_stream(0).hold()
+        stream = sim.default_stream(0)
+        stream.hold()
 
-    def release_forwards(self):
-        from sidestream.testing import sim
-
-        sim.default_stream(0).release()
-
-    def hold_copies(self):
-        from sidestream.testing import sim
-
-        for stream in sim.side_streams(0):
-            stream.hold()
-
-    def release_copies(self):
-        from sidestream.testing import sim
-
-        for stream in sim.side_streams(0):
+        def release():
+            Path(gate).read_bytes()
             stream.release()
+
+        threading.Thread(target=release, daemon=True).start()
 
     def threads(self):
         return sorted(thread.name for thread in threading.enumerate())
@@ -337,6 +354,12 @@ def free_bytes():
 
     sim.default_stream(0).synchronize()
     return device_at(0).memory_info[0]
+
+
+def used_bytes():
+    from sidestream.testing import sim
+
+    return sim.faults(0).memory_bytes - free_bytes()
 
 
 class BadLength(list):

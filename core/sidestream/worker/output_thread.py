@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.errors import (
     DeviceLostError,
+    DeviceMemoryError,
     EngineClosedError,
     OutputTransferError,
     PlatformError,
@@ -266,7 +267,12 @@ class OutputTransfer:
 
     def diagnose(self, error: BaseException) -> BaseException:
         """Give the fault of the device in place of ``error``, if the device is lost."""
+        import torch
+
         if isinstance(error, DeviceLostError):
+            return error
+        if isinstance(error, DeviceMemoryError | torch.OutOfMemoryError):
+            # A device that says so works, and the check might find no memory either.
             return error
         fault = self.platform.check_device(self.device)
         if fault is None:

@@ -373,7 +373,8 @@ class Worker:
             answer(found)
             return
         # The fault may be of an earlier forward whose output is on its way. Then the output thread
-        # comes upon it, gives that request the error and ends the worker while this waits.
+        # comes upon it, gives that request the error and ends the worker while this waits. Of
+        # several forwards that are on the device the oldest is blamed: nobody can tell.
         if self.output_thread is None or self.output_thread.drain(_BLAME_S):
             answer(found)
         self._port.device_lost(found)
