@@ -259,6 +259,16 @@ def test_an_event_that_never_fires_holds_up_its_output_until_the_engine_closes(e
     assert executor == "uniproc" or not Path(f"/proc/{pid}").exists()
 
 
+@mostly_uniproc
+def test_an_event_that_never_fires_fails_its_request_at_the_deadline(engine_of, executor):
+    engine = engine_of(executor)
+    silent = engine.submit(request("silence"), timeout_s=0.5)
+    error = silent.exception(30)
+    assert isinstance(error, sidestream.RequestTimeoutError)
+    assert error.timeout_s == 0.5
+    engine.close(timeout_s=0.3)
+
+
 # --- plugins that are refused -----------------------------------------------------------------
 
 

@@ -364,3 +364,16 @@ def test_a_callback_that_raises_is_logged_and_the_next_one_runs(engine, caplog, 
     assert in_callback(handle.future(), lambda: "next") == "next"
     assert "in a callback" in caplog.text
     assert engine.submit(request()).result(30)
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+def test_a_call_that_times_out_is_forgotten_and_its_answer_counted(engine, gate, eventually):
+    before = engine.stats()
+    with pytest.raises(TimeoutError):
+        engine.executor.collective_rpc("pass_gate", (gate.path,), timeout_s=0.1)
+    assert engine.stats()["calls"] == 0
+    gate.open()
+    assert engine.executor.collective_rpc("echo", (1,), timeout_s=30) == [1]
+    assert eventually(lambda: engine.stats()["stale_messages"] == before["stale_messages"] + 1)

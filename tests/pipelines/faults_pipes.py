@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import types
 import weakref
 from pathlib import Path
@@ -207,6 +208,11 @@ class Faulty:
 
     def pid(self):
         return os.getpid()
+
+    def do_brief(self, request):
+        """Take a millisecond, and answer with the request's own number."""
+        time.sleep(0.001)
+        return [{"seed": np.array([request.sampling_params.seed])}]
 
     # --- poison -----------------------------------------------------------------------------------
 

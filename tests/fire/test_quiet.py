@@ -1,0 +1,166 @@
+"""An engine at work leaves nothing behind, an idle one does nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import sidestream
+from sidestream import DiffusionRequest, SamplingParams
+
+soak = pytest.mark.soak
+SECONDS_A_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+#: What one process may grow by over any number of requests: what its allocator makes of them.
+SLACK_BYTES = 6 << 20
+SLACK_MAPPINGS = 12
+
+
+def request(prompt="x", *, seed=0, size=8, **inputs):
+    return DiffusionRequest(
+        prompt, SamplingParams(height=size, width=size, seed=seed), inputs=inputs or None
+    )
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a process has."""
+
+    descriptors: int
+    threads: tuple[str, ...]
+    mappings: int
+    resident_bytes: int
+
+    @classmethod
+    def of(cls, pid):
+        proc = Path(f"/proc/{pid}")
+        return cls(
+            descriptors=len(os.listdir(proc / "fd")),
+            threads=tuple(sorted(path.read_text() for path in proc.glob("task/*/comm"))),
+            mappings=len((proc / "maps").read_text().splitlines()),
+            resident_bytes=int((proc / "statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE"),
+        )
+
+
+def processes(engine):
+    (worker,) = engine.executor.collective_rpc("pid")
+    return sorted({os.getpid(), worker})
+
+
+def stock(engine, eventually):
+    """Count what all processes of an engine have, once nothing is under way."""
+    assert engine.drain(30)
+    counts = engine.stats
+    assert eventually(lambda: counts()["ready_bytes"] == counts()["outputs"] == 0)
+    engine.executor.collective_rpc("collect_garbage")
+    gc.collect()
+    return [Belongings.of(pid) for pid in processes(engine)]
+
+
+def mixed_day(engine, count):
+    """Make ``count`` requests of all kinds: most are taken, some fail, some are dropped."""
+    handles = []
+    for number in range(count):
+        match number % 10:
+            case 7:
+                engine.submit(request("raise", what="holds a lock"))
+            case 8:
+                engine.submit(request(seed=number, size=64))  # a slot that nobody takes
+            case 9:
+                handle = engine.submit(request("raise", what="str raises"))
+                assert isinstance(handle.exception(30), sidestream.ExecutionError)
+            case 6:
+                handle = engine.submit(request(seed=number))
+                handle.future().add_done_callback(lambda future: future.result())
+                handles.append((handle, number))
+            case kind:
+                size = 64 if kind % 2 else 8
+                handles.append((engine.submit(request(seed=number, size=size)), number))
+        if len(handles) > 20:
+            for handle, seed in handles:
+                assert (handle.result(30).output == seed % 4096).all()
+            handles.clear()
+    for handle, _ in handles:
+        handle.result(30)
+
+
+@pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
+@pytest.mark.parametrize(
+    ("platform", "count"),
+    [
+        ("cpu", 1_500),
+        pytest.param("cpu", 20_000, marks=[soak, pytest.mark.timeout(600)]),
+        pytest.param("sim", 20_000, marks=[soak, pytest.mark.timeout(900)]),
+    ],
+)
+def test_requests_of_all_kinds_leave_nothing_behind(shared, eventually, platform, executor, count):
+    engine = shared("faults_pipes:Faulty", platform, executor)
+    mixed_day(engine, 400)  # makes arenas, caches and threads
+    before = stock(engine, eventually)
+    mixed_day(engine, count)
+    after = stock(engine, eventually)
+    for old, new in zip(before, after, strict=True):
+        assert new.descriptors == old.descriptors
+        assert new.threads == old.threads
+        assert new.mappings <= old.mappings + SLACK_MAPPINGS
+        assert new.resident_bytes <= old.resident_bytes + SLACK_BYTES
+    counts = engine.stats()
+    assert counts["outputs"] == counts["forwards"] == counts["calls"] == counts["queued"] == 0
+
+
+def cpu_s(pid):
+    """Sum the CPU time of a process's threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * SECONDS_A_TICK
+
+
+@pytest.mark.parametrize("idle_s", [2, pytest.param(10, marks=soak)])
+def test_an_idle_engine_takes_no_time(shared, idle_s):
+    engine = shared("faults_pipes:Faulty")
+    mixed_day(engine, 20)  # all its threads are there
+    pids = processes(engine)
+    assert len(pids) == 2
+    before = sum(map(cpu_s, pids))
+    time.sleep(idle_s)
+    assert sum(map(cpu_s, pids)) - before < 0.05
+
+
+@pytest.mark.parametrize(
+    ("executor", "count"),
+    [
+        ("multiproc", 500),
+        pytest.param("multiproc", 5_000, marks=soak),
+        pytest.param("uniproc", 5_000, marks=soak),
+    ],
+)
+def test_beside_a_busy_main_thread_no_request_is_lost_or_swapped(shared, executor, count):
+    engine = shared("faults_pipes:Faulty", "cpu", executor)
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(
+            engine.generate, [request("brief", seed=seed) for seed in range(count)]
+        )
+        assert threading.current_thread() is threading.main_thread()
+        spun = 0
+        while not outputs.done():
+            spun += sum(range(1000))
+    assert [int(output.output["seed"][0]) for output in outputs.result()] == list(range(count))
+    assert spun > 0
+
+
+def test_dropped_handles_give_their_slots_back(start, eventually):
+    # Room for eight such outputs: were one of those dropped kept, the last would travel otherwise.
+    engine = start("faults_pipes:Faulty", host_buffer_bytes=8 * 64 * 64 * 3 * 4)
+    for seed in range(100):
+        engine.submit(request(seed=seed, size=64))
+    assert engine.drain(30)
+    assert eventually(lambda: engine.stats()["ready_bytes"] == 0)
+    held = [engine.submit(request(seed=seed, size=64)).result(30) for seed in range(6)]
+    assert {output.timings.carrier for output in held} == {"slot"}
