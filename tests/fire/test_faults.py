@@ -12,12 +12,15 @@ import torch
 
 import sidestream
 from sidestream import (
+    AsyncOutputThread,
     DeviceLostError,
     DiffusionRequest,
     ExecutionError,
+    HostSink,
     OutputTransferError,
     SamplingParams,
     WorkerDiedError,
+    load_platform,
 )
 from sidestream.platforms.registry import PLUGINS_VARIABLE
 
@@ -331,3 +334,94 @@ def test_running_out_of_device_memory_fails_the_request_and_not_the_device(engin
         assert isinstance(error, wanted)
         engine.executor.collective_rpc("give_memory")
     assert all_right(engine)
+
+
+# --- the output thread by itself --------------------------------------------------------------
+
+
+@pytest.fixture
+def output_thread(plugin):
+    """Make output threads on the platform ``unsure``, not started yet."""
+
+    def make(name="unsure", **sink):
+        platform = load_platform(plugin(name))
+        device = platform.device(0)
+        platform.set_device(device)
+        return AsyncOutputThread(platform, HostSink(platform, device, **sink), device=device)
+
+    return make
+
+
+def test_what_was_submitted_to_a_thread_that_does_not_start_fails_with_its_reason(output_thread):
+    thread = output_thread("no_streams")
+    early = thread.submit("early", {"a": 1})
+    with pytest.raises(sidestream.PlatformError, match="no stream is left"):
+        thread.start()
+    with pytest.raises(OutputTransferError, match="no stream is left"):
+        early.result(0)
+    with pytest.raises(sidestream.EngineClosedError):
+        thread.submit("late", {"a": 1})
+    assert thread.drain(5)
+    assert thread.close(5)
+
+
+def test_what_was_submitted_to_a_thread_that_never_started_fails_at_its_close(output_thread):
+    thread = output_thread()
+    early = thread.submit("early", torch.ones(4))
+    assert not thread.drain(5)
+    assert thread.close()
+    with pytest.raises(OutputTransferError, match="closed before it ran"):
+        early.result(0)
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_receiver_that_raises_fails_that_output_alone(output_thread, kind):
+    def deliver(label, tree, timings, nbytes):
+        if label.output_id == "first":
+            raise kind("not this one")
+
+    with output_thread(deliver=deliver) as thread:
+        first, second = thread.submit("first", torch.ones(4)), thread.submit("second", [1, 2])
+        with pytest.raises(OutputTransferError, match="not this one"):
+            first.result(30)
+        assert second.result(30) == [1, 2]
+
+
+def test_a_callback_on_the_output_thread_that_exits_does_not_end_it(output_thread, caplog):
+    def callback(_future):
+        raise SystemExit(3)
+
+    thread = output_thread()
+    first = thread.submit("first", torch.ones(4))
+    first.add_done_callback(callback)
+    with thread:
+        assert thread.submit("second", [1, 2]).result(30) == [1, 2]
+    assert (first.result(0) == 1).all()
+    assert "What follows output 'first' raised" in caplog.text
+
+
+def test_an_output_under_way_can_not_be_canceled(output_thread):
+    with output_thread() as thread:
+        future = thread.submit("one", torch.ones(4))
+        assert not future.cancel()
+        assert (future.result(30) == 1).all()
+
+
+def test_a_reader_without_memory_for_an_error_gets_it_in_few_words(output_thread):
+    told = []
+
+    def deliver(label, tree, timings, nbytes):
+        raise ValueError("not this one")
+
+    def fail(label, error):
+        told.append(error)
+        if len(told) == 1:
+            raise MemoryError
+
+    with output_thread(deliver=deliver, fail=fail) as thread:
+        thread.submit("one", torch.ones(4)).exception(30)
+    long, brief = told
+    assert str(brief) == str(long)
+    assert isinstance(brief, OutputTransferError)
+    assert long.__cause__ is not None
+    assert brief.__cause__ is None

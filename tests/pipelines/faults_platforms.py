@@ -145,6 +145,14 @@ class SkipsWaits(Relay):
         return sim.pinned_buffer(device, nbytes)
 
 
+class NoStreams(Relay):
+    name = "no_streams"
+
+    @hookimpl
+    def side_stream(self, device, priority):
+        raise RuntimeError("no stream is left")
+
+
 # --- fails when it is told to ---------------------------------------------------------------------
 
 
@@ -198,4 +206,5 @@ class Unsure(Relay):
 gives_foreign_events = GivesForeignEvents()
 accepts_foreign_events = AcceptsForeignEvents()
 skips_waits = SkipsWaits()
+no_streams = NoStreams()
 unsure = Unsure()

@@ -7,13 +7,14 @@ reporting a failure never fails itself and never moves tensors.
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from sidestream.errors import RemoteTraceback
+from sidestream.errors import RemoteTraceback, SidestreamError
 from sidestream.request import OutputTimings
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ def describe_error(error: BaseException) -> str:
     """Give a type's name and message, shortened, to quote in another message; never raises."""
     name, text = type(error).__name__, _shorten(_text(error), _MAX_LINE)
     return f"{name}: {text}" if text else name
+
+
+def without_causes(error: BaseException) -> BaseException:
+    """Copy an error in few words, for when there is no memory to send all that hangs on it."""
+    if isinstance(error, SidestreamError):
+        return copy.copy(error)
+    return RemoteError(_name(error), _shorten(_text(error), _MAX_LINE))
 
 
 def detach_frames(error: BaseException) -> None:

@@ -30,7 +30,7 @@ from sidestream.errors import (
 from sidestream.platforms.device import DeviceEvent, SideStream
 from sidestream.platforms.platform import Platform
 from sidestream.request import OutputTimings
-from sidestream.transport.failure import describe_error, detach_frames
+from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import Packed, pack
 from sidestream.worker.device_clock import DeviceClock
 from sidestream.worker.sink import Destination, OutputLabel, OutputSink
@@ -169,8 +169,7 @@ class OutputTransfer:
             try:
                 self.sink.publish_error(label, reason)
             except MemoryError:
-                brief = type(reason)(str(reason), request_id=reason.request_id)
-                self.sink.publish_error(label, brief)
+                self.sink.publish_error(label, without_causes(reason))
         except OSError:
             logger.debug("The reader of output %r is gone.", label.output_id)
 

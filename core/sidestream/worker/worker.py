@@ -48,7 +48,7 @@ from sidestream.protocol import (
 from sidestream.request import AbortOutcome, DiffusionRequest, OutputTimings
 from sidestream.transport.channel import ChannelClosed
 from sidestream.transport.control_page import ControlPage
-from sidestream.transport.failure import describe_error, detach_frames
+from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import unpack_bytes
 from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
@@ -394,9 +394,7 @@ class Worker:
         try:
             self._port.send(message)
         except MemoryError:
-            # Its text is long, and there is no memory to send it: then in few words.
-            brief = ExecutionError(describe_error(error))
-            self._port.send(replace(message, error=brief))
+            self._port.send(replace(message, error=without_causes(error)))
 
     # --- places and progress ------------------------------------------------------------------
 
