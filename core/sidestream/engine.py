@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sidestream.executor.callbacks import CallbackThread
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.inflight import InflightTable
+    from sidestream.models.registry import PipelineSource
     from sidestream.output import DiffusionOutput
+    from sidestream.platforms.platform import Platform
 
 _MAX_SEED: Final = (1 << 63) - 1
 #: How long a running forward may take to finish when the process wants to end.
@@ -87,39 +89,9 @@ class DiffusionEngine:
         config = self.config
         # An in-process worker that is lost takes its device along for the whole process.
         max_restarts = 0 if config.executor == "uniproc" else config.max_restarts
-        return WorkerGroups(self._make_executor, len(config.devices), max_restarts=max_restarts)
-
-    def _make_executor(
-        self, index: int, table: InflightTable, callbacks: CallbackThread
-    ) -> Executor:
-        from sidestream.executor.multiproc import MultiprocExecutor
-        from sidestream.executor.uniproc import UniprocExecutor
-        from sidestream.worker.worker import WorkerSettings
-
-        config = self.config
-        settings = WorkerSettings(
-            platform=self.platform.name,
-            plugin=self.platform.reference,
-            device_index=config.devices[index],
-            pipeline=self._source.reference,
-            model=self._source.model,
-            options=config.pipeline_options,
-            dtype=config.dtype,
-            rank=index,
-            async_output=config.async_output,
-            max_pending_outputs=config.max_pending_outputs,
-            announce_last_step=config.max_batch_size > 1,
-            slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
-        )
-        kind = UniprocExecutor if config.executor == "uniproc" else MultiprocExecutor
-        return kind(
-            settings,
-            dispatch_depth=config.dispatch_depth,
-            start_timeout_s=config.start_timeout_s,
-            hang_timeout_s=config.hang_timeout_s,
-            table=table,
-            callbacks=callbacks,
-        )
+        # Not a method of this object: an engine that nobody holds has to be found out.
+        make = functools.partial(_make_executor, config, self.platform, self._source)
+        return WorkerGroups(make, len(config.devices), max_restarts=max_restarts)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -315,6 +287,43 @@ class DiffusionEngine:
         # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
         if hasattr(self, "_loop") and not self.executor.is_in_child:
             self._loop.abandon()
+
+
+def _make_executor(
+    config: EngineConfig,
+    platform: Platform,
+    source: PipelineSource,
+    index: int,
+    table: InflightTable,
+    callbacks: CallbackThread,
+) -> Executor:
+    from sidestream.executor.multiproc import MultiprocExecutor
+    from sidestream.executor.uniproc import UniprocExecutor
+    from sidestream.worker.worker import WorkerSettings
+
+    settings = WorkerSettings(
+        platform=platform.name,
+        plugin=platform.reference,
+        device_index=config.devices[index],
+        pipeline=source.reference,
+        model=source.model,
+        options=config.pipeline_options,
+        dtype=config.dtype,
+        rank=index,
+        async_output=config.async_output,
+        max_pending_outputs=config.max_pending_outputs,
+        announce_last_step=config.max_batch_size > 1,
+        slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
+    )
+    kind = UniprocExecutor if config.executor == "uniproc" else MultiprocExecutor
+    return kind(
+        settings,
+        dispatch_depth=config.dispatch_depth,
+        start_timeout_s=config.start_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
+        table=table,
+        callbacks=callbacks,
+    )
 
 
 def _take_first(handles: deque[RequestHandle]) -> DiffusionOutput:

@@ -76,16 +76,21 @@ class Script:
             env={**os.environ, "MARK_OF_A_TEST": self._mark},
         )
         self.pid = self.process.pid
+        self._printed = b""
 
     def line(self, timeout_s: float = 60) -> list[str]:
         """Read the words of the next line that it prints."""
-        stdout = self.process.stdout
-        if not select.select([stdout], [], [], timeout_s)[0]:
-            pytest.fail(f"The script printed nothing for {timeout_s} s.")
-        words = stdout.readline().split()
-        if not words:
-            pytest.fail(f"The script ended early:\n{self.process.stderr.read()}")
-        return words
+        # Past the file object, in whose buffer select() would miss a line.
+        stdout = self.process.stdout.fileno()
+        while b"\n" not in self._printed:
+            if not select.select([stdout], [], [], timeout_s)[0]:
+                pytest.fail(f"The script printed nothing for {timeout_s} s.")
+            chunk = os.read(stdout, 1 << 16)
+            if not chunk:
+                pytest.fail(f"The script ended early:\n{self.process.stderr.read()}")
+            self._printed += chunk
+        line, _, self._printed = self._printed.partition(b"\n")
+        return line.decode().split()
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the script's process group, as a terminal does."""

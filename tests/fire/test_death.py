@@ -85,7 +85,7 @@ def assert_names(error: BaseException | None, how: str, pid: int) -> None:
 def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes, eventually):
     on_sim = phase in ("computed", "copying")
     engine = start(platform="sim" if on_sim else "cpu", pipeline_options=pipes.options)
-    pid = engine.executor.workers[0].process.pid
+    (pid,) = engine.executor.collective_rpc("pid")
     calls = ThreadPoolExecutor(4)
     handles, pending = [], []
 
@@ -161,7 +161,7 @@ def test_outputs_outlive_their_worker(start, eventually):
     engine = start(platform="sim")
     output = engine.submit(DiffusionRequest("")).result(30)
     assert output.timings.carrier == "slot"
-    os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
+    os.kill(*engine.executor.collective_rpc("pid"), signal.SIGKILL)
     assert eventually(lambda: not engine.health().ok)
     engine.close()
     assert torch.equal(output.output["image"], torch.full((3, 64, 64), 7.0))
@@ -172,7 +172,7 @@ def test_helpers_of_a_killed_worker_go_with_it_unless_they_left_its_session(star
     engine = start()
     ((children, apart),) = engine.executor.collective_rpc("start_helpers")
     try:
-        os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
+        os.kill(*engine.executor.collective_rpc("pid"), signal.SIGKILL)
         # A helper holds the other end of the socket, so its end tells nothing.
         assert eventually(lambda: not engine.health().ok)
         assert eventually(lambda: not any(map(is_running, children)))
@@ -195,7 +195,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(start, pipes):
 
 def test_a_refusal_does_not_grow_with_each_time_it_is_raised(start, eventually):
     engine = start()
-    os.kill(engine.executor.workers[0].process.pid, signal.SIGKILL)
+    os.kill(*engine.executor.collective_rpc("pid"), signal.SIGKILL)
     assert eventually(lambda: not engine.health().ok)
     depths = set()
     for _ in range(3):
@@ -220,7 +220,7 @@ idle = start()
 family = []
 if "children live on" in sys.argv:
     (family,) = idle.executor.collective_rpc("start_helpers")
-engines = [idle]
+workers = idle.executor.collective_rpc("pid")
 for what in sys.argv[2:]:
     if what == "children live on":
         continue
@@ -231,15 +231,14 @@ for what in sys.argv[2:]:
         threading.Thread(target=start, kwargs={"pipeline_options":
             {"notes": notes, "at_load": "wait"}}, daemon=True).start()
     else:
-        engines.append(start(pipeline_options={"notes": notes}))
-        engines[-1].submit(DiffusionRequest(what))
-    open(notes).read()
+        handle = start(pipeline_options={"notes": notes}).submit(DiffusionRequest(what))
+    workers.append(open(notes).read().strip())
 child = 0
 if family:
     child = os.fork()
     if child == 0:
         signal.pause()
-say(child, *[e.executor.workers[0].process.pid for e in engines])
+say(child, *workers)
 say(*(family[1] if family else [0]))
 signal.pause()
 """

@@ -65,9 +65,18 @@ class Victim:
                     os._exit(0)
             case "helper":
                 subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
+            case "idle about":
+                self.note()
+                while True:
+                    time.sleep(0.01)
+            case "take a second":
+                time.sleep(1)
+            case "take three seconds":
+                self.note()
+                time.sleep(3)
             case "compute":
                 self.note()
-                a = torch.ones(512, 512)
+                a = torch.ones(1000, 1000)
                 while True:
                     a = (a @ a).clamp(-1, 1)
             case _:
@@ -88,6 +97,11 @@ class Victim:
 
     def pid(self):
         return os.getpid()
+
+    def print_much(self):
+        os.write(1, b"x" * 1000)
+        os.write(2, b"x" * 1000)
+        print("x" * 1000, flush=True)
 
     def wait(self):
         self.act("wait")

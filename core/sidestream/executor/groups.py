@@ -126,10 +126,12 @@ class WorkerGroups(Dispatcher):
         ]
         for ender in enders:
             ender.start()
-        executors[0].shutdown(timeout_s)
-        for ender in enders:
-            ender.join(max(0.0, deadline - time.monotonic()) + FORCE_S)
-        self.callbacks.close()
+        try:
+            executors[0].shutdown(timeout_s)
+            for ender in enders:
+                ender.join(max(0.0, deadline - time.monotonic()) + FORCE_S)
+        finally:
+            self.callbacks.close()
 
     # --- what the engine asks ------------------------------------------------------------------
 

@@ -47,7 +47,11 @@ class ResultChannel:
         self.messages = messages
         self.releases = releases
         self.released_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.arenas = ArenaMap(self.released_fd)
+        try:
+            self.arenas = ArenaMap(self.released_fd)
+        except BaseException:
+            os.close(self.released_fd)
+            raise
         self.outbox: deque[Frame] = deque()
         self.release_outbox: deque[bytes] = deque()
         self.is_open = True
@@ -55,12 +59,19 @@ class ResultChannel:
     @classmethod
     def pair(cls) -> tuple[ResultChannel, WorkerEnds]:
         """Make both sides of one worker's connection."""
-        messages, worker_messages = channel_pair()
-        releases, worker_releases = channel_pair()
-        messages.set_blocking(False)
-        releases.set_blocking(False)
-        worker_releases.set_blocking(False)
-        return cls(messages, releases), WorkerEnds(worker_messages, worker_releases)
+        with contextlib.ExitStack() as undo:
+            messages, worker_messages = channel_pair()
+            undo.callback(messages.close)
+            undo.callback(worker_messages.close)
+            releases, worker_releases = channel_pair()
+            undo.callback(releases.close)
+            undo.callback(worker_releases.close)
+            messages.set_blocking(False)
+            releases.set_blocking(False)
+            worker_releases.set_blocking(False)
+            pair = cls(messages, releases), WorkerEnds(worker_messages, worker_releases)
+            undo.pop_all()
+            return pair
 
     def close(self) -> None:
         """Close the sockets; outputs that were delivered stay valid."""

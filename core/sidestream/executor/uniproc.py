@@ -119,6 +119,11 @@ class UniprocExecutor(Executor):
         self._worker = Worker(settings, self._port, self._control)
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sidestream-forward", daemon=True)
+        # In place of join() and is_alive(): a join that Ctrl-C interrupts takes its thread for
+        # ended, in some Pythons.
+        self._is_over = threading.Event()
+        # The thread lives on after shutdown, and closes the control page when it ends.
+        self._is_left = False
 
     def start(self) -> None:
         """Load the pipeline on the forward's own thread."""
@@ -175,23 +180,26 @@ class UniprocExecutor(Executor):
         self._port.commands.put(Shutdown())
 
     def _await_end(self, timeout_s: float) -> None:
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._is_over.wait(timeout_s)
 
     def _force_end(self) -> None:
         # Before the interruption, which would be the running request's error otherwise.
         self._fail_all(EngineClosedError("The engine was closed before this could finish."))
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        is_running = self._thread.ident is not None and not self._is_over.is_set()
+        if is_running and threading.current_thread() is not self._thread:
             self._interrupt()
-        if not self._thread.is_alive():
-            self._control.close()
+        with self._lock:
+            self._is_left = is_running and not self._is_over.is_set()
+            if not self._is_left:
+                self._control.close()
 
     def _interrupt(self) -> None:
         # Not just left running: a daemon thread that comes back from torch while the interpreter
         # ends takes the process down with SIGABRT.
         thread_id = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(EngineClosedError))
-        self._thread.join(_INTERRUPT_S)
+        self._is_over.wait(_INTERRUPT_S)
 
     def on_message(self, delivery: LocalDelivery) -> None:
         """Route an envelope; called on the forward's thread and on the output thread."""
@@ -210,14 +218,22 @@ class UniprocExecutor(Executor):
 
     def _run(self) -> None:
         try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - boundary: this thread
+            reason = InternalError(f"The thread that runs forwards ended by {error!r}.")
+            reason.__cause__ = error
+            self._break(reason)
+        finally:
+            with self._lock:
+                self._is_over.set()
+                if self._is_left:
+                    self._control.close()
+
+    def _work(self) -> None:
+        try:
             self._worker.start()
         except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
             self._ready.put(error)
             return
         self._ready.put(None)
-        try:
-            self._worker.run()
-        except BaseException as error:  # noqa: BLE001 - boundary: this thread
-            reason = InternalError(f"The thread that runs forwards ended by {error!r}.")
-            reason.__cause__ = error
-            self._break(reason)
+        self._worker.run()
