@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import resource
@@ -15,7 +16,18 @@ import torch
 from PIL import Image
 from torch.utils import _pytree as pytree
 
+from sidestream import (
+    DiffusionEngine,
+    DiffusionOutput,
+    DiffusionRequest,
+    EngineConfig,
+    SamplingParams,
+)
+
 MIB = 1 << 20
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 class Courier:
@@ -101,14 +113,62 @@ class Borrower(Courier):
         return self.buffer
 
 
+# --- for tests and their scripts ------------------------------------------------------------------
+
+
+def start(platform: str = "cpu", executor: str = "multiproc", **config) -> DiffusionEngine:
+    """Start an engine whose pipeline is a ``Courier``."""
+    config.setdefault("pipeline", "payload_pipes:Courier")
+    return DiffusionEngine(EngineConfig(platform=platform, executor=executor, **config))
+
+
+def fill(nbytes: int, seed: int = 0) -> DiffusionRequest:
+    """Ask for bytes that are all ``seed % 251``."""
+    return DiffusionRequest(f"fill {nbytes}", SamplingParams(seed=seed))
+
+
+def is_filled(output: DiffusionOutput, nbytes: int, seed: int = 0) -> bool:
+    """Tell whether this is what ``fill`` asked for."""
+    return output.output.shape == (nbytes,) and bool((output.output == seed % 251).all())
+
+
 def limit_memory(name: str, spare_bytes: int | None) -> None:
     """Limit this process by ``RLIMIT_<name>`` to what it has and a little more; None: lift it."""
     which = getattr(resource, f"RLIMIT_{name}")
     hard = resource.getrlimit(which)[1]
-    field = {"AS": "VmSize", "DATA": "VmData"}[name]
-    status = Path("/proc/self/status").read_text().splitlines()
-    used = next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+    used = memory_of(os.getpid(), {"AS": "VmSize", "DATA": "VmData"}[name])
     resource.setrlimit(which, (hard if spare_bytes is None else used + spare_bytes, hard))
+
+
+def memory_of(pid: int, field: str = "VmRSS") -> int:
+    """Read one of a process's sizes in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))
+
+
+class NoNamespace(Exception):
+    """This process may not mount anything, not even for itself."""
+
+
+def mount_for_myself(*places: str, size: str = "8m") -> None:
+    """Mount an empty tmpfs over each place, for this process and those that it starts.
+
+    Raises:
+        NoNamespace: The system does not allow it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
+        raise NoNamespace(f"unshare: {os.strerror(ctypes.get_errno())}")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    calls = [("none", "/", None, _MS_REC | _MS_PRIVATE, None)]
+    calls += [("none", place, "tmpfs", 0, f"size={size}") for place in places]
+    for call in calls:
+        encoded = [part.encode() if isinstance(part, str) else part for part in call]
+        if libc.mount(*encoded[:3], ctypes.c_ulong(encoded[3]), encoded[4]):
+            raise NoNamespace(f"mount over {call[1]}: {os.strerror(ctypes.get_errno())}")
 
 
 # --- payloads -------------------------------------------------------------------------------------

@@ -213,10 +213,17 @@ def test_a_reader_without_address_space_fails_that_output_and_reads_the_next(for
         with pytest.raises(HostMemoryError):
             lease.array()
         assert link.return_slots() == 1
+        # It goes to the arena that could not be mapped as a whole.
+        small = link.deliver(torch.full((100_000,), 3, dtype=torch.uint8))
+        assert link.pool.stats.arenas == 1
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
-        return int(link.deliver(torch.full((100_000,), 3, dtype=torch.uint8)).sum())
+        large = link.deliver(torch.full((8 * MIB,), 5, dtype=torch.uint8))
+        del lease
+        sums = int(small.sum()), int(large.sum())
+        del small, large
+        return *sums, link.return_slots()
 
-    assert fork(starve).result() == 300_000
+    assert fork(starve).result() == (300_000, 5 * 8 * MIB, 2)
 
 
 # --- forks ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import weakref
 from collections import deque
@@ -93,12 +94,11 @@ class ArenaMap:
         if is_one_shot:
             return self._lease_one_shot(nbytes, fd, arena_nbytes)
         try:
-            mapping = self._mapping(arena_id, fd, arena_nbytes)
+            array = self._array(arena_id, fd, arena_nbytes, offset, nbytes)
         except HostMemoryError as error:
             # Told to whoever wants this output: the thread that reads messages has to go on.
             self._returns.give(token)
             return Lease(None, error)
-        array = mapping.array(offset, nbytes)
         # On the array and not on a tensor, which dies before its aliases do.
         finalizer = weakref.finalize(
             array, _give_back, self._returns, token, self._forks, self._forks.value, os.getpid()
@@ -139,6 +139,18 @@ class ArenaMap:
         finally:
             os.close(fd)
 
+    def _array(
+        self, arena_id: int, fd: int | None, arena_nbytes: int, offset: int, nbytes: int
+    ) -> Bytes:
+        try:
+            return self._mapping(arena_id, fd, arena_nbytes).array(offset, nbytes)
+        except HostMemoryError:
+            # One output that is too large must not take with it the small ones in its arena.
+            start = offset - offset % mmap.PAGESIZE
+            part = slice(start, offset + nbytes)
+            mapping = _attach(self._unmapped[arena_id], arena_nbytes, part)
+            return mapping.array(offset - start, nbytes)
+
     def _mapping(self, arena_id: int, fd: int | None, arena_nbytes: int) -> Mapping:
         mapping = self._mappings.get(arena_id)
         if mapping is not None:
@@ -165,16 +177,13 @@ class ArenaMap:
 class _Returns:
     """Tokens on their way back; all that a finalizer may touch."""
 
-    _eventfd = -1
-
     def __init__(self, eventfd: int) -> None:
         self._tokens: Final[deque[int]] = deque()
         # Its own: the caller's number may belong to another file by the time the last lease dies.
-        self._eventfd = os.dup(eventfd)
+        self._eventfd: Final = os.dup(eventfd)
 
     def __del__(self) -> None:
-        if self._eventfd >= 0:
-            os.close(self._eventfd)
+        os.close(self._eventfd)
 
     def give(self, word: int) -> None:
         # No lock and nothing that blocks: see _give_back.
@@ -216,8 +225,8 @@ def _give_back(returns: _Returns, token: int, forks: _ForkCount, born: int, pid:
     returns.give(token if forks.value == born else token | RETIRED)
 
 
-def _attach(fd: int, nbytes: int) -> Mapping:
+def _attach(fd: int, nbytes: int, part: slice = slice(None)) -> Mapping:
     try:
-        return attach(fd, nbytes)
+        return attach(fd, nbytes, part=part)
     except ValueError as error:
         raise InternalError(str(error)) from error

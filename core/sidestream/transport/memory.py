@@ -40,7 +40,9 @@ _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h, Linux 5.14
 _MFD_NOEXEC_SEAL: Final = 0x8  # linux/memfd.h, Linux 6.3; required where vm.memfd_noexec is 2
 
 
-class HostMemoryError(SidestreamError, MemoryError):
+# In this order: pickle makes an error by the __new__ that is found first, and Python lets that be
+# MemoryError's only if MemoryError is the first base.
+class HostMemoryError(MemoryError, SidestreamError):
     """Shared host memory can't be had; nothing was written and nothing is left behind."""
 
     def __init__(self, nbytes: int, reason: str) -> None:
@@ -56,10 +58,11 @@ class HostMemoryError(SidestreamError, MemoryError):
 class Mapping:
     """A memfd's bytes in this process; unmapped when the last view of them is gone."""
 
-    def __init__(self, fd: int, nbytes: int, *, is_private: bool = False) -> None:
-        """Map all of ``fd``, which the caller may close afterwards.
+    def __init__(self, fd: int, nbytes: int, *, start: int = 0, is_private: bool = False) -> None:
+        """Map a part of ``fd``, which the caller may close afterwards.
 
         Args:
+            start: A multiple of the page size.
             is_private: Writes stay in this process, page by page; needed for a memfd that is
                 sealed against writing.
 
@@ -74,7 +77,7 @@ class Mapping:
         self.nbytes: Final = nbytes
         sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
         placed = _LIBC.mmap(
-            self.address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, sharing | _MAP_FIXED, fd, 0
+            self.address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, sharing | _MAP_FIXED, fd, start
         )
         if placed != self.address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -143,8 +146,11 @@ def share(data: ReadableBuffer) -> int:
     return fd
 
 
-def attach(fd: int, nbytes: int, *, is_private: bool = False) -> Mapping:
-    """Map a memfd that another process made; ``fd`` stays open.
+def attach(fd: int, nbytes: int, *, part: slice = slice(None), is_private: bool = False) -> Mapping:
+    """Map a memfd of ``nbytes`` that another process made; ``fd`` stays open.
+
+    Args:
+        part: What to map of it, from a multiple of the page size on.
 
     Raises:
         ValueError: It has another size, or could still be shrunk under the reader.
@@ -156,10 +162,11 @@ def attach(fd: int, nbytes: int, *, is_private: bool = False) -> Mapping:
             f"A memfd of {size} bytes with seals {seals:#x} arrived where {nbytes} sealed bytes "
             "were announced."
         )
+    start, stop, _ = part.indices(nbytes)
     try:
-        return Mapping(fd, nbytes, is_private=is_private)
+        return Mapping(fd, stop - start, start=start, is_private=is_private)
     except OSError as error:
-        raise HostMemoryError(nbytes, error.strerror or str(error)) from error
+        raise HostMemoryError(stop - start, error.strerror or str(error)) from error
 
 
 def _create(nbytes: int) -> int:
