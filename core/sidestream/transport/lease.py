@@ -177,13 +177,16 @@ class ArenaMap:
 class _Returns:
     """Tokens on their way back; all that a finalizer may touch."""
 
+    _eventfd = -1
+
     def __init__(self, eventfd: int) -> None:
         self._tokens: Final[deque[int]] = deque()
         # Its own: the caller's number may belong to another file by the time the last lease dies.
-        self._eventfd: Final = os.dup(eventfd)
+        self._eventfd = os.dup(eventfd)
 
     def __del__(self) -> None:
-        os.close(self._eventfd)
+        if self._eventfd >= 0:
+            os.close(self._eventfd)
 
     def give(self, word: int) -> None:
         # No lock and nothing that blocks: see _give_back.
