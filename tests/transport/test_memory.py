@@ -135,13 +135,15 @@ def test_a_file_size_limit_is_an_error_for_both_ways_to_make_memory(fork, holdin
 def test_running_out_of_descriptors_is_an_error(fork):
     def starve():
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-        kept = [allocate(4096) for _ in range(15)]
+        # The limit bounds the numbers, not their count: there is room below and between them.
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+        kept = []
         with pytest.raises(HostMemoryError, match="Too many open files"):
-            kept += [allocate(4096) for _ in range(15)]
+            kept.extend(iter(lambda: allocate(4096), None))
         return len(kept)
 
-    assert fork(starve).result() == 15
+    assert fork(starve).result() >= 15
 
 
 def test_an_error_about_memory_can_be_sent_and_copied():
