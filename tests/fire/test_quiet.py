@@ -34,7 +34,7 @@ class Belongings:
     """What a process has."""
 
     descriptors: int
-    threads: tuple[str, ...]
+    threads: int
     mappings: int
     resident_bytes: int
 
@@ -43,7 +43,7 @@ class Belongings:
         proc = Path(f"/proc/{pid}")
         return cls(
             descriptors=len(os.listdir(proc / "fd")),
-            threads=tuple(sorted(path.read_text() for path in proc.glob("task/*/comm"))),
+            threads=len(os.listdir(proc / "task")),
             mappings=len((proc / "maps").read_text().splitlines()),
             resident_bytes=int((proc / "statm").read_text().split()[1])
             * os.sysconf("SC_PAGE_SIZE"),
@@ -98,7 +98,7 @@ def mixed_day(engine, count):
     [
         ("cpu", 1_500),
         pytest.param("cpu", 20_000, marks=[soak, pytest.mark.timeout(600)]),
-        pytest.param("sim", 20_000, marks=[soak, pytest.mark.timeout(900)]),
+        pytest.param("sim", 10_000, marks=[soak, pytest.mark.timeout(600)]),
     ],
 )
 def test_requests_of_all_kinds_leave_nothing_behind(shared, eventually, platform, executor, count):
@@ -109,7 +109,7 @@ def test_requests_of_all_kinds_leave_nothing_behind(shared, eventually, platform
     after = stock(engine, eventually)
     for old, new in zip(before, after, strict=True):
         assert new.descriptors == old.descriptors
-        assert new.threads == old.threads
+        assert new.threads <= old.threads
         assert new.mappings <= old.mappings + SLACK_MAPPINGS
         assert new.resident_bytes <= old.resident_bytes + SLACK_BYTES
     counts = engine.stats()
