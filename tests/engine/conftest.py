@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,8 @@ def _pipelines_on_path():
 def _start(pipeline: str, **config) -> sidestream.DiffusionEngine:
     config.setdefault("start_timeout_s", 60)
     config.setdefault("max_restarts", 0)  # restarts have tests of their own
-    return sidestream.DiffusionEngine(
-        sidestream.EngineConfig(pipeline=f"sidestream_pipes:{pipeline}", **config)
-    )
+    reference = pipeline if ":" in pipeline else f"sidestream_pipes:{pipeline}"
+    return sidestream.DiffusionEngine(sidestream.EngineConfig(pipeline=reference, **config))
 
 
 @pytest.fixture
@@ -37,6 +38,58 @@ def make_engine():
     yield make
     for engine in engines:
         engine.close(timeout_s=2)
+
+
+class Gate:
+    """Two named pipes: forwards of ``abort_pipes`` say where they are and wait to be let on."""
+
+    def __init__(self, folder: Path):
+        self.prompt = f"gated {folder}"
+        self._go = folder / "go"
+        os.mkfifo(self._go)
+        os.mkfifo(folder / "at")
+        # Non-blocking, else it would wait here for the first writer.
+        self._at = os.open(folder / "at", os.O_RDONLY | os.O_NONBLOCK)
+
+    def reached(self, timeout_s: float = 30) -> str:
+        """Wait until a forward is at a gate; gives which."""
+        deadline = time.monotonic() + timeout_s
+        # Without a writer it is at its end, which counts as readable.
+        while not (where := os.read(self._at, 100)):
+            if time.monotonic() > deadline:
+                pytest.fail(f"No forward came to its gate within {timeout_s} s.")
+            time.sleep(0.002)
+        return where.decode().strip()
+
+    def open(self) -> None:
+        """Let the forward on that is at its gate."""
+        self._go.write_text("go")
+
+    def close(self) -> None:
+        # Whoever still waits is let on: a thread of this process can't be ended.
+        end = os.open(self._go, os.O_RDWR | os.O_NONBLOCK)
+        os.close(end)
+        os.close(self._at)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def until():
+    """Wait until a condition holds that nothing reports; fails after some seconds."""
+
+    def wait(condition, timeout_s: float = 20):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    return wait
 
 
 @pytest.fixture(scope="session")
