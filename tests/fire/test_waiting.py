@@ -15,7 +15,6 @@ import pytest
 import sidestream
 from sidestream import DiffusionRequest, SamplingParams
 
-executors = pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
 #: For what is the main process's alone, where another worker would only cost its start.
 mostly_uniproc = pytest.mark.parametrize(
     "executor", [pytest.param("multiproc", marks=pytest.mark.soak), "uniproc"]
@@ -158,7 +157,7 @@ def test_an_output_that_nobody_waits_for_leaves_nothing_behind(engine):
     assert after["ready_bytes"] == before["ready_bytes"] == 0
 
 
-@executors
+@mostly_uniproc
 def test_after_close_what_was_ready_stays_and_the_rest_has_failed(start, gate, executor):
     engine = start("faults_pipes:Faulty", executor=executor)
     ready, failed = engine.submit(request(seed=2)), engine.submit(request("raise", what="group"))
