@@ -33,25 +33,25 @@ class ReadyBytes:
 
     def __init__(self, inbox: queue.SimpleQueue[None]) -> None:
         self._inbox = inbox
-        self._added = 0
-        self._freed: deque[int] = deque()
-        self._freed_sum = 0
+        self._sum = 0
+        # What is to be added to the sum: any thread appends, the lock's holder takes.
+        self._changes: deque[int] = deque()
 
     def add(self, nbytes: int) -> None:
-        """Count an output as ready; pump thread."""
-        self._added += nbytes
+        """Count an output as ready; any thread."""
+        self._changes.append(nbytes)
 
     def free(self, nbytes: int) -> None:
         """Count an output as taken or dropped; any thread."""
-        self._freed.append(nbytes)
+        self._changes.append(-nbytes)
         # SimpleQueue.put is reentrant, made to be called from finalizers.
         self._inbox.put(None)
 
     def value(self) -> int:
         """Give the bytes now; one thread at a time."""
-        while self._freed:
-            self._freed_sum += self._freed.popleft()
-        return self._added - self._freed_sum
+        while self._changes:
+            self._sum += self._changes.popleft()
+        return self._sum
 
 
 class EngineLoop:
@@ -85,9 +85,11 @@ class EngineLoop:
         self._is_stopping = False
         self._is_abandoned = False
         self.submitted = 0
+        self._given_up = 0
+        # Guards the counts below: each worker group has a pump of its own.
+        self._counting = threading.Lock()
         self.completed = 0
         self.failed = 0
-        self._given_up = 0
         self.carriers: Counter[str] = Counter()
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
@@ -254,11 +256,12 @@ class EngineLoop:
     # --- the pump -----------------------------------------------------------------------------
 
     def _on_ready(self, _flight: Flight, delivery: Delivery) -> None:
-        if delivery.failed:
-            self.failed += 1
-        else:
-            self.completed += 1
-            self.carriers[delivery.carrier] += 1
+        with self._counting:
+            if delivery.failed:
+                self.failed += 1
+            else:
+                self.completed += 1
+                self.carriers[delivery.carrier] += 1
         self._ready.add(delivery.nbytes)
         delivery.count(self._ready.free)
         if self._has_suspects:
@@ -284,6 +287,8 @@ class EngineLoop:
             refusal = self._refusal
             if refusal is None:
                 self._scheduler.put_back(flights)
+                # They were sent within the limit, and who waits for one says so only once.
+                self._wanted.update(flight.key for flight in flights)
                 self._has_suspects |= any(flight.is_suspect for flight in flights)
         if refusal is not None:
             for flight in flights:
@@ -376,7 +381,7 @@ class EngineLoop:
                 return False
             if self._scheduler.peek()[0].is_suspect and not self._executor.can_run_alone():
                 return False
-            if not self._wanted and self._ready.value() > self._limit:
+            if self._ready.value() > self._limit and not self._wanted:
                 return False
             batch = self._scheduler.take()
             self._wanted.difference_update(flight.key for flight in batch)

@@ -91,6 +91,18 @@ def test_the_last_of_many_large_requests_can_be_waited_for_first(couriers, way):
         assert is_filled(handle.result(30), MIB, seed)
 
 
+def test_a_request_that_is_waited_for_runs_again_though_outputs_are_not_taken(
+    couriers, eventually, tmp_path
+):
+    engine = couriers(WAYS[0])
+    handles = [engine.submit(fill(MIB, seed)) for seed in range(12)]
+    assert eventually(lambda: is_stuck(engine), 30)
+    last = engine.submit(DiffusionRequest(f"die-once {tmp_path / 'died'}"))
+    assert last.result(60).output.sum() == MIB
+    for seed, handle in enumerate(handles):
+        assert is_filled(handle.result(30), MIB, seed)
+
+
 @in_every_way
 def test_a_handle_that_is_dropped_makes_room(couriers, eventually, way):
     engine = couriers(way)

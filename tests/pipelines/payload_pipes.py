@@ -69,6 +69,11 @@ class Courier:
                 )
             case "kept":
                 return self.kept
+            case "die-once":
+                if not Path(name).exists():
+                    Path(name).touch()
+                    os._exit(3)
+                return torch.ones(MIB, dtype=torch.uint8, device=self.device)
             case "text":
                 return {"image": torch.ones(64, 64, device=self.device), "text": "x" * int(name)}
 
