@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from sidestream.errors import WorkerError as WorkerError
     from sidestream.errors import WorkerHungError as WorkerHungError
     from sidestream.errors import WorkerStartError as WorkerStartError
-    from sidestream.executor.base import GroupHealth as GroupHealth
-    from sidestream.executor.base import Health as Health
+    from sidestream.executor.health import GroupHealth as GroupHealth
+    from sidestream.executor.health import Health as Health
     from sidestream.executor.pump import ResultChannel as ResultChannel
     from sidestream.executor.pump import ResultPumpThread as ResultPumpThread
     from sidestream.handle import RequestHandle as RequestHandle
@@ -71,8 +71,8 @@ _HOMES: Final = {
     "AbortOutcome": "sidestream.request",
     "AbortResult": "sidestream.request",
     "DiffusionOutput": "sidestream.output",
-    "Health": "sidestream.executor.base",
-    "GroupHealth": "sidestream.executor.base",
+    "Health": "sidestream.executor.health",
+    "GroupHealth": "sidestream.executor.health",
     "write_trace": "sidestream.trace",
     "Pipeline": "sidestream.models.pipeline",
     "AsyncOutputThread": "sidestream.worker.output_thread",

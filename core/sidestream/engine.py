@@ -23,9 +23,10 @@ from sidestream.request import DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
-    from sidestream.executor.base import Executor, Health
+    from sidestream.executor.base import Executor
     from sidestream.executor.callbacks import CallbackThread
     from sidestream.executor.groups import WorkerGroups
+    from sidestream.executor.health import Health
     from sidestream.executor.inflight import InflightTable
     from sidestream.models.registry import PipelineSource
     from sidestream.output import DiffusionOutput

@@ -1,70 +1,30 @@
-"""What every executor does: dispatch forwards, call methods, answer for outputs and health."""
+"""One worker, seen from the main process: send it commands, hear its answers, notice its end."""
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
-from sidestream.errors import (
-    EngineClosedError,
-    InternalError,
-    InvalidRequestError,
-    RequestError,
-)
+from sidestream.errors import EngineClosedError, InternalError
 from sidestream.executor.callbacks import CallbackThread
-from sidestream.executor.futures import EngineFuture, OutputFuture
+from sidestream.executor.dispatcher import FORKED, FORWARDS, Dispatcher, fresh
+from sidestream.executor.futures import EngineFuture
 from sidestream.executor.hang_watch import HangWatch
+from sidestream.executor.health import Health
 from sidestream.executor.inflight import Flight, InflightTable
-from sidestream.protocol import (
-    AsyncOutputKind,
-    Call,
-    Command,
-    Execute,
-    RunnerOutput,
-    number_of,
-)
-from sidestream.request import DiffusionRequest
+from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, number_of
 from sidestream.transport.abort_table import AbortTable
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.envelope import Delivery
-from sidestream.transport.packing import PackingError, pack_bytes
-
-#: Methods that answer in two steps, COMPUTE_DONE and OUTPUT_READY.
-FORWARDS: Final = ("execute_model", "execute_model_batch")
+from sidestream.transport.packing import pack_bytes
 
 #: How long the steps of an end by force may take; as a rule they take milliseconds.
 FORCE_S: Final = 5.0
-
-_FORKED: Final = (
-    "This engine belongs to the process that made it: its threads and its worker's answers are "
-    "there. Make another one in the forked child."
-)
-
-
-@dataclass(frozen=True)
-class GroupHealth:
-    """One worker group's state: running, restarting or failed; and why."""
-
-    index: int
-    state: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Health:
-    """Whether an engine can take work, and if not, why."""
-
-    ok: bool
-    reason: str = ""
-    groups: tuple[GroupHealth, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,120 +33,6 @@ class PendingCall:
 
     rpc_id: int
     future: EngineFuture[Delivery]
-
-
-class Dispatcher(ABC):
-    """Turns requests into flights with futures, and sends them to workers."""
-
-    def __init__(self, table: InflightTable, callbacks: CallbackThread) -> None:
-        self.table = table
-        self.callbacks = callbacks
-        self._pid = os.getpid()
-
-    @abstractmethod
-    def dispatch(self, flights: Sequence[Flight]) -> None:
-        """Send one forward over ``flights``, which are registered before; never blocks."""
-
-    @abstractmethod
-    def check_usable(self) -> None:
-        """Raise what keeps this from taking work, if anything does."""
-
-    def execute_model(
-        self, request: DiffusionRequest, timeout_s: float | None = None
-    ) -> RunnerOutput:
-        """Run one forward; returns when it is queued on the device.
-
-        Bypasses the engine's queue. The output comes by :meth:`wait_output_ready`.
-
-        Raises:
-            RequestError: The request can't be sent, or its forward failed.
-            WorkerDiedError: The worker died.
-        """
-        return self.execute_model_batch([request], timeout_s)
-
-    def execute_model_batch(
-        self, requests: Sequence[DiffusionRequest], timeout_s: float | None = None
-    ) -> RunnerOutput:
-        """Run one forward over compatible requests; as :meth:`execute_model`.
-
-        Each request's output has an id of its own, ``{batch_id}/{request_id}``.
-        """
-        self.check_usable()
-        flights = [self.make_flight(request) for request in requests]
-        for flight in flights:
-            self.table.add_flight(flight)
-        self.dispatch(flights)
-        for flight in flights:
-            flight.compute_done.result(timeout_s)
-        return RunnerOutput(
-            tuple(flight.output_id for flight in flights),
-            held=tuple(flight.output for flight in flights),
-        )
-
-    def make_flight(
-        self, request: DiffusionRequest, want: Callable[[str], None] | None = None
-    ) -> Flight:
-        """Pack a request, in its caller's thread; ``want`` hears its id when somebody waits.
-
-        To wait in a forked child raises ``EngineClosedError``: nobody resolves a future there.
-
-        Raises:
-            InvalidRequestError: It holds something that can't travel; names it.
-        """
-        output_id = self.table.new_output_id()
-        request_id = request.request_id if request.request_id is not None else output_id
-        try:
-            packed = pack_bytes(request, root="request")
-        except PackingError as error:
-            raise InvalidRequestError(
-                f"Request {request_id!r} can't be sent to a worker: {error}",
-                request_id=request_id,
-            ) from error
-        return Flight(
-            output_id=output_id,
-            request_id=request_id,
-            packed=packed,
-            callbacks=self.callbacks,
-            on_wait=partial(_before_wait, self._pid, want, output_id),
-        )
-
-    def wait_output_ready(self, async_output_id: str) -> OutputFuture:
-        """Give the future of an output: the same one while anybody holds it.
-
-        An id that was never issued, or whose output was delivered and forgotten, gives a future
-        that has failed already.
-        """
-        self.check_process()
-        future = self.table.output_future(async_output_id)
-        if future is not None:
-            return future
-        flight = Flight(
-            output_id=async_output_id,
-            request_id=async_output_id,
-            packed=b"",
-            callbacks=self.callbacks,
-        )
-        flight.fail(
-            RequestError(
-                f"No output {async_output_id!r} is expected: the id was never issued, or its "
-                "output was delivered or dropped and nobody holds it.",
-                request_id=async_output_id,
-            )
-        )
-        return flight.output
-
-    @property
-    def is_in_child(self) -> bool:
-        """Tell whether this is a forked child of the process that made the executor."""
-        return self._pid != os.getpid()
-
-    def check_process(self) -> None:
-        """Raise in a forked child.
-
-        Raises:
-            EngineClosedError: This is not the process that made the executor.
-        """
-        _check_process(self._pid)
 
 
 class Executor(Dispatcher):
@@ -293,7 +139,7 @@ class Executor(Dispatcher):
     def check_health(self) -> Health:
         """Say whether work would be done; no message is sent for it."""
         if self.is_in_child:
-            return Health(False, _FORKED)
+            return Health(False, FORKED)
         if self._broken is not None:
             return Health(False, str(self._broken))
         if self._closed is not None:
@@ -586,24 +432,6 @@ class Executor(Dispatcher):
         for flight in flights:
             if self.table.drop_flight(flight):
                 flight.fail(fresh(error))
-
-
-def fresh(error: BaseException) -> BaseException:
-    """Copy an error that many will raise: each raise adds its frames to the one it raises."""
-    twin = copy.copy(error)
-    twin.__cause__ = error.__cause__
-    return twin
-
-
-def _before_wait(pid: int, want: Callable[[str], None] | None, output_id: str) -> None:
-    _check_process(pid)
-    if want is not None:
-        want(output_id)
-
-
-def _check_process(pid: int) -> None:
-    if pid != os.getpid():
-        raise EngineClosedError(_FORKED)
 
 
 def _fail_batch(flights: Sequence[Flight], delivery: Delivery) -> None:

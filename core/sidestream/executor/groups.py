@@ -17,16 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sidestream.errors import ConfigError, EngineClosedError, WorkerStartError
-from sidestream.executor.base import (
-    FORCE_S,
-    FORWARDS,
-    Dispatcher,
-    Executor,
-    GroupHealth,
-    Health,
-    fresh,
-)
+from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
+from sidestream.executor.health import GroupHealth, Health
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.transport.envelope import Delivery
 
