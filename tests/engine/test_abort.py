@@ -425,6 +425,7 @@ def test_qwen_image_stops_between_two_steps(make_engine, gate):
     assert call(engine, "count_decoded") == 1
 
 
+@pytest.mark.soak  # it starts two workers
 def test_what_was_given_up_does_not_run_again_when_its_worker_dies(make_engine, gate, until):
     engine = make_engine("abort_pipes:Steps", platform="cpu", max_restarts=1)
     pid = call(engine, "pid")

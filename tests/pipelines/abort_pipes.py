@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -87,6 +88,9 @@ class Steps(Gradient):
             self.release_copies()
 
         threading.Thread(target=release, daemon=True).start()
+
+    def nap(self, seconds):
+        time.sleep(seconds)
 
     def is_copying(self):
         """Tell whether a copy is queued on a side stream, which the test holds."""
