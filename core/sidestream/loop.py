@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
+from sidestream.executor.dispatcher import fresh
 from sidestream.request import AbortOutcome
 from sidestream.scheduler.deadlines import Deadlines
 from sidestream.scheduler.request import RequestScheduler
@@ -128,8 +129,14 @@ class EngineLoop:
         self.wake()
 
     def wait_for_room(self) -> None:
-        """Block until one more request may wait."""
+        """Block until one more request may wait.
+
+        Raises:
+            RuntimeError: Called from a done-callback while there is no room.
+        """
         with self._room:
+            if self._refusal is None and not self._scheduler.has_room:
+                self._executor.callbacks.refuse_to_block()
             while self._refusal is None and not self._scheduler.has_room:
                 self._room.wait()
 
@@ -170,7 +177,7 @@ class EngineLoop:
     def check_open(self) -> None:
         """Raise what refuses new work, if anything does."""
         if self._refusal is not None:
-            raise self._refusal
+            raise fresh(self._refusal)
 
     def refuse(self, error: BaseException) -> None:
         """Take nothing more, and fail what is queued, with ``error``."""

@@ -63,6 +63,7 @@ class Dispatcher(ABC):
         Each request's output has an id of its own, ``{batch_id}/{request_id}``.
         """
         self.check_usable()
+        self.callbacks.refuse_to_block()
         flights = [self.make_flight(request) for request in requests]
         for flight in flights:
             self.table.add_flight(flight)

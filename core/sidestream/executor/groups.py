@@ -222,6 +222,7 @@ class WorkerGroups(Dispatcher):
             Whatever the method raised, with its remote traceback as cause.
         """
         self.check_usable()
+        self.callbacks.refuse_to_block()
         wanted = range(len(self.groups)) if ranks is None else ranks
         for rank in wanted:
             if rank not in range(len(self.groups)):

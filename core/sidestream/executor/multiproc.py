@@ -26,6 +26,7 @@ from sidestream.executor.pump import ResultChannel, ResultPumpThread
 from sidestream.protocol import Command, Shutdown
 from sidestream.transport.channel import Frame
 from sidestream.transport.envelope import Delivery, encode_command
+from sidestream.transport.failure import describe_error
 from sidestream.worker.worker import WorkerSettings
 
 #: How often a waiting start looks whether the worker still makes progress.
@@ -115,7 +116,7 @@ class MultiprocExecutor(Executor):
             if message.error is not None:
                 # The worker ends by itself after such a message; its text is complete then.
                 process.is_gone(2.0)
-                said = f"{type(message.error).__name__}: {message.error}"
+                said = describe_error(message.error)
                 raise self._start_error(said) from message.error
             self.worker = message.result
             return

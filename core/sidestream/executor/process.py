@@ -21,6 +21,7 @@ from sidestream.errors import ConfigError, WorkerStartError
 from sidestream.executor.pump import ResultChannel
 from sidestream.transport.channel import Frame
 from sidestream.transport.control_page import ControlPage
+from sidestream.transport.failure import describe_error
 
 if TYPE_CHECKING:
     from sidestream.worker.worker import WorkerSettings
@@ -227,7 +228,7 @@ def _pack(settings: WorkerSettings) -> bytes:
         raise ConfigError(
             "pipeline_options",
             settings.options,
-            f"what can be pickled for the worker ({type(error).__name__}: {error})",
+            f"what can be pickled for the worker ({describe_error(error)})",
         ) from error
     return pickle.dumps((list(sys.path), packed), protocol=5)
 

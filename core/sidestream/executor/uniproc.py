@@ -27,6 +27,7 @@ from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, 
 from sidestream.request import OutputTimings
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.envelope import Delivery, LocalDelivery
+from sidestream.transport.failure import describe_error
 from sidestream.worker.sink import HostSink, OutputLabel, OutputSink
 from sidestream.worker.worker import Worker, WorkerSettings
 
@@ -132,7 +133,7 @@ class UniprocExecutor(Executor):
             self._thread.start()
             error = self._await_start()
             if error is not None:
-                raise self._start_error(f"{type(error).__name__}: {error}") from error
+                raise self._start_error(describe_error(error)) from error
             self.worker = self._worker.describe()
         except BaseException:
             # Also KeyboardInterrupt: nothing may be left but the thread of a load that hangs.

@@ -19,6 +19,7 @@ import torch
 
 from sidestream.errors import SidestreamError
 from sidestream.transport import leaf as leaves
+from sidestream.transport.failure import describe_error
 from sidestream.transport.leaf import MIN_LEAF_BYTES, Bytes, Leaf
 
 _TENSOR, _ARRAY, _BYTES, _BYTEARRAY = range(4)
@@ -227,6 +228,6 @@ def load(head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> Any:
         raise
     except Exception as error:  # boundary: classes of the payload run their own code here
         raise UnpackingError(
-            f"A payload can't be rebuilt in this process ({type(error).__name__}: {error}). Its "
+            f"A payload can't be rebuilt in this process ({describe_error(error)}). Its "
             "classes have to be importable on both sides: not from a script's __main__."
         ) from error

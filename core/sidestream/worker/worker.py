@@ -15,7 +15,6 @@ The envelope goes out before the hand-over and on the same channel, so no output
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,13 +44,15 @@ from sidestream.protocol import (
     Shutdown,
     number_of,
 )
-from sidestream.request import AbortOutcome, DiffusionRequest, OutputTimings
+from sidestream.request import DiffusionRequest, OutputTimings
 from sidestream.transport.channel import ChannelClosed
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import unpack_bytes
+from sidestream.worker.aborts import Aborts
 from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
+from sidestream.worker.place import Place, Places
 from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
 
@@ -123,11 +124,8 @@ class Worker:
         self.settings = settings
         self._port = port
         self._control = control
-        # Places are tokens in a C queue: an output needs one from before its forward until its
-        # copy is done, which bounds the device memory that outputs hold.
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(settings.max_pending_outputs):
-            self._places.put(None)
+        self._places = Places(settings.max_pending_outputs)
+        self._aborts = Aborts(control, self._answer_aborted)
         self.output_thread: AsyncOutputThread | None = None
         self._running: RunningForward | None = None
         # Guards the count of outputs, which both threads raise.
@@ -160,7 +158,7 @@ class Worker:
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
         sink = self._port.make_sink(self.platform, self.device)
-        hooks: Any = {"on_device_lost": self._port.device_lost, "given_up": self._given_up}
+        hooks: Any = {"on_device_lost": self._port.device_lost, "given_up": self._aborts.reason}
         if self.settings.async_output and self.platform.is_asynchronous:
             self.output_thread = AsyncOutputThread(
                 self.platform, sink, device=self.device, **hooks
@@ -209,7 +207,7 @@ class Worker:
             "pipeline": self.settings.pipeline,
             "supports_request_batch": self.pipeline.supports_request_batch,
             "output_thread": self.output_thread is not None,
-            "places_free": self._places.qsize(),
+            "places_free": self._places.free(),
         }
 
     # --- commands -----------------------------------------------------------------------------
@@ -223,7 +221,7 @@ class Worker:
         if not command.output_ids:
             self._send_computed(command)
             return
-        place = _Place(len(command.output_ids), self._places, self._count_output)
+        place = Place(len(command.output_ids), self._places, self._count_output)
         numbers = [number_of(output_id) for output_id in command.output_ids]
         try:
             started_at = time.monotonic()
@@ -238,7 +236,8 @@ class Worker:
             place.give_back()
             if running is not None and running.stopped_at is not None:
                 detach_frames(error)  # before the answer: they hold the forward's tensors
-                self._answer_stopped(command, running.stopped_at)
+                self._aborts.answer_stopped(command, running.stopped_at)
+                self._send_computed(command)
             else:
                 self._fail(error, partial(self._refuse, command))
             return
@@ -246,8 +245,13 @@ class Worker:
         self._send_computed(command)
         timings = OutputTimings(forward_started_at=started_at, forward_ended_at=ended_at)
         for index in range(len(payloads)):
-            label = self._label(command, index)
-            gone = self._given_up(label)
+            label = OutputLabel(
+                output_id=command.output_ids[index],
+                rpc_id=command.rpc_id,
+                attempt=command.attempts[index],
+                post_process=self.pipeline.post_process,
+            )
+            gone = self._aborts.reason(label)
             if gone is not None:
                 del payloads[0]
                 place.output_done()
@@ -262,7 +266,7 @@ class Worker:
         payload: Payload,
         started: DeviceEvent | None,
         timings: OutputTimings,
-        place: _Place,
+        place: Place,
     ) -> None:
         if payload.error is not None:
             place.output_done()
@@ -305,58 +309,15 @@ class Worker:
             detach_frames(reason)
             self._send_error(reason, rpc_id=command.rpc_id)
 
-    def _label(self, command: Execute, index: int) -> OutputLabel:
-        return OutputLabel(
-            output_id=command.output_ids[index],
-            rpc_id=command.rpc_id,
-            attempt=command.attempts[index],
-            post_process=self.pipeline.post_process,
-        )
-
     def _send_computed(self, command: Execute) -> None:
         self._port.send(
             AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=command.rpc_id)
         )
         self._control.forwards += 1
 
-    # --- aborts -------------------------------------------------------------------------------
-
-    def _leave_out_aborted(self, command: Execute) -> Execute:
-        """Answer for the requests of a command that need not run; gives the rest of it."""
-        aborted = self._control.aborts()
-        if not aborted:
-            return command
-        rest = []
-        for index, output_id in enumerate(command.output_ids):
-            if number_of(output_id) in aborted:
-                self._answer_aborted(command, index, AbortOutcome.NEVER_STARTED)
-            else:
-                rest.append(index)
-        return replace(
-            command,
-            output_ids=tuple(command.output_ids[i] for i in rest),
-            attempts=tuple(command.attempts[i] for i in rest),
-            requests=tuple(command.requests[i] for i in rest),
-        )
-
-    def _answer_stopped(self, command: Execute, step: int) -> None:
-        """Answer for a forward that ended between two steps; its place and memory are free."""
-        for index in range(len(command.output_ids)):
-            self._answer_aborted(command, index, AbortOutcome.STOPPED, step)
-        self._send_computed(command)
-
-    def _answer_aborted(
-        self, command: Execute, index: int, outcome: AbortOutcome, step: int | None = None
-    ) -> None:
-        error = RequestAbortedError(outcome=outcome, step=step)
-        self._transfer.publish_error(self._label(command, index), error)
+    def _answer_aborted(self, label: OutputLabel, error: RequestAbortedError) -> None:
+        self._transfer.publish_error(label, error)
         self._count_output()
-
-    def _given_up(self, label: OutputLabel) -> RequestAbortedError | None:
-        """Give why an output need not be copied; either thread."""
-        if number_of(label.output_id) in self._control.aborts():
-            return RequestAbortedError(outcome=AbortOutcome.DETACHED)
-        return None
 
     def _count_output(self) -> None:
         with self._counting:
@@ -404,17 +365,14 @@ class Worker:
         Without a place if nothing is left of it; None when the engine closes.
         """
         while not self._control.shutdown:
-            command = self._leave_out_aborted(command)
+            command = self._aborts.leave_out(command)
             if not command.output_ids:
                 return command
-            try:
-                self._places.get(timeout=_PLACE_POLL_S)
-            except queue.Empty:
-                continue
-            command = self._leave_out_aborted(command)
-            if not command.output_ids:
-                self._places.put(None)
-            return command
+            if self._places.take(_PLACE_POLL_S):
+                command = self._aborts.leave_out(command)
+                if not command.output_ids:
+                    self._places.give_back()
+                return command
         return None
 
     def _started_event(self) -> DeviceEvent | None:
@@ -433,32 +391,6 @@ class Worker:
 
     def _progress(self, stage: str) -> None:
         self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=stage))
-
-
-class _Place:
-    """One forward's share of the device memory for outputs; free when its last output is out."""
-
-    def __init__(
-        self, outputs: int, places: queue.SimpleQueue[None], count: Callable[[], None]
-    ) -> None:
-        self._places = places
-        self._left = outputs
-        self._count = count
-        # Guards _left: outputs end on the output thread, failed ones on the main thread.
-        self._lock = threading.Lock()
-
-    def output_done(self) -> None:
-        """Count one output as out."""
-        with self._lock:
-            self._left -= 1
-            is_free = self._left == 0
-        if is_free:
-            self._places.put(None)
-        self._count()
-
-    def give_back(self) -> None:
-        """Free the place of a forward that made no output."""
-        self._places.put(None)
 
 
 def _decode_request(data: bytes) -> DiffusionRequest:
