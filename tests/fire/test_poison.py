@@ -256,7 +256,14 @@ def test_a_pipeline_that_is_none_is_refused_at_start(start, pipeline, said):
         "SystemExit",
         *(
             pytest.param(what, marks=pytest.mark.soak)
-            for what in ("holds a lock", "class is missing in main", "base group", "3 MB message")
+            for what in (
+                "holds a lock",
+                "class is missing in main",
+                "base group",
+                "3 MB message",
+                "str raises",
+                "str exits",
+            )
         ),
     ],
 )
