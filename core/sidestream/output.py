@@ -19,8 +19,9 @@ class DiffusionOutput:
     """What one request produced, on the host.
 
     ``output`` is the tree that the pipeline returned, after post-processing: tensors and arrays
-    alias memory that is this output's alone until the last of them is gone. Keep results for long
-    with :meth:`detach_copy`, which gives the shared memory back.
+    alias memory that is this output's alone until the last of them is gone; a forked child shares
+    it, so that what either process writes both see. Keep results for long with :meth:`detach_copy`,
+    which gives the shared memory back.
     """
 
     #: The caller's id, or the engine's if the caller gave none.

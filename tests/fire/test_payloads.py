@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import sidestream
-from sidestream import DiffusionEngine, DiffusionRequest, EngineConfig
+from sidestream import DiffusionEngine, DiffusionRequest
 
 # While tests are collected their parameters are needed already.
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
@@ -37,11 +37,7 @@ def couriers():
 
     def get(way: tuple[str, str]) -> DiffusionEngine:
         if way not in running:
-            platform, executor = way
-            config = EngineConfig(
-                pipeline="payload_pipes:Courier", platform=platform, executor=executor
-            )
-            running[way] = DiffusionEngine(config)
+            running[way] = payload_pipes.start(*way)
         return running[way]
 
     yield get
