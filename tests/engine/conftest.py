@@ -55,11 +55,17 @@ class Gate:
         """Wait until a forward is at a gate; gives which."""
         deadline = time.monotonic() + timeout_s
         # Without a writer it is at its end, which counts as readable.
-        while not (where := os.read(self._at, 100)):
+        while not (where := self._read()):
             if time.monotonic() > deadline:
                 pytest.fail(f"No forward came to its gate within {timeout_s} s.")
             time.sleep(0.002)
         return where.decode().strip()
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._at, 100)
+        except BlockingIOError:
+            return b""  # there is a writer that has not written yet
 
     def open(self) -> None:
         """Let the forward on that is at its gate."""
