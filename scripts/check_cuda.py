@@ -16,6 +16,7 @@ import collections
 import itertools
 import json
 import platform as host
+import signal
 import statistics
 import sys
 import time
@@ -80,6 +81,23 @@ def snippet(platform: str) -> None:
             output = handle.result(timeout=30)
             right &= output.output.shape == (3, 64, 64) and bool((output.output == i).all())
         check(f"snippet on {platform}", right, str(engine.stats()))
+
+
+def deaths(platform: str) -> None:
+    """Kill the worker under load: it is restarted, and nobody's output is lost or wrong."""
+    with DiffusionEngine(
+        EngineConfig(pipeline="check_cuda:Gradient", platform=platform, max_restarts=2)
+    ) as engine:
+        handles = [
+            engine.submit(DiffusionRequest("x", SamplingParams(height=1024, width=1024, seed=i)))
+            for i in range(40)
+        ]
+        handles[3].result(timeout=60)
+        engine.executor.workers[0].process.signal_group(signal.SIGKILL)
+        right = all(
+            bool((handle.result(timeout=120).output == i).all()) for i, handle in enumerate(handles)
+        )
+        check(f"a killed worker on {platform} is restarted", right and engine.health().ok)
 
 
 def digits(platform: str) -> None:
@@ -364,6 +382,7 @@ def main() -> int:
     }
     print(json.dumps(what, indent=1))
     snippet(arguments.platform)
+    deaths(arguments.platform)
     digits(arguments.platform)
     qwen(
         arguments.platform,
