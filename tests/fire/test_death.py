@@ -232,7 +232,7 @@ for what in sys.argv[2:]:
             {"notes": notes, "at_load": "wait"}}, daemon=True).start()
     else:
         handle = start(pipeline_options={"notes": notes}).submit(DiffusionRequest(what))
-    workers.append(open(notes).read().strip())
+    workers.append(noted(notes).strip())
 child = 0
 if family:
     child = os.fork()

@@ -85,7 +85,7 @@ class WorkerProcess:
     def _spawn(self) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            stdout = None if _is_open(1) else subprocess.DEVNULL
+            stdout = None if _is_stream(1) else subprocess.DEVNULL
             theirs.enter_context(_low_numbers_taken())
             self.channel, worker_ends = ResultChannel.pair()
             self._own(self.channel)
@@ -96,7 +96,7 @@ class WorkerProcess:
             self._own(io.FileIO(end, "w"))
             stderr = os.memfd_create("sidestream-stderr", os.MFD_CLOEXEC)
             self._stderr = self._own(io.FileIO(stderr))
-            stderr_fd = os.dup(2)
+            stderr_fd = os.dup(2) if _is_stream(2) else os.open(os.devnull, os.O_WRONLY)
             theirs.callback(os.close, stderr_fd)
             inherited = (
                 worker_ends.messages.fileno(),
@@ -233,12 +233,12 @@ def _pack(settings: WorkerSettings) -> bytes:
     return pickle.dumps((list(sys.path), packed), protocol=5)
 
 
-def _is_open(fd: int) -> bool:
+def _is_stream(fd: int) -> bool:
+    """Tell a standard stream from another file that got its number in a host that has none."""
     try:
-        os.fstat(fd)
+        return os.get_inheritable(fd)
     except OSError:
         return False
-    return True
 
 
 @contextlib.contextmanager
