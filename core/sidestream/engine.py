@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.config import EngineConfig, is_duration
 from sidestream.errors import InvalidRequestError, MissingDependencyError
-from sidestream.handle import RequestHandle
+from sidestream.handle import RequestHandle, flight_of
 from sidestream.request import DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
 
@@ -205,7 +205,7 @@ class DiffusionEngine:
 
     def _abort_later(self, handles: Iterable[RequestHandle]) -> None:
         # Not here: a generator or task may be closed by the garbage collector, inside any lock.
-        self._loop.post([handle.abort for handle in handles if not handle.done()])
+        self._loop.abort_later([flight_of(handle) for handle in handles])
 
     def step(self, request: DiffusionRequest) -> list[DiffusionOutput]:
         """Run one request to its end and give its output, as a list of one."""

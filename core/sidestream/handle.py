@@ -119,6 +119,11 @@ class RequestHandle:
         return f"<RequestHandle {self.request_id!r} {self._flight.state}>"
 
 
+def flight_of(handle: RequestHandle) -> Flight:
+    """Give the request behind a handle, for the engine that made it."""
+    return handle._flight
+
+
 def _wanted(future: EngineFuture[T]) -> Future[T]:
     future.want()
     return future

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
@@ -75,8 +75,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ready = ReadyBytes(self._inbox)
         self._deadlines = Deadlines()
-        # Appends are atomic: any thread and any finalizer posts, the loop takes.
-        self._posted: deque[Callable[[], object]] = deque()
+        # Appends are atomic: any thread and any finalizer appends, the loop takes.
+        self._unwanted: deque[Flight] = deque()
         # Guards the scheduler, the deadlines, the wanted ids, the refusal and the count of what
         # was given up here; notified when there is room.
         self._room = threading.Condition()
@@ -165,9 +165,9 @@ class EngineLoop:
             self._fail_aborted(flight, AbortOutcome.NEVER_STARTED)
             self.wake()
 
-    def post(self, actions: Iterable[Callable[[], object]]) -> None:
-        """Have the thread do something that must not raise; never blocks, for finalizers."""
-        self._posted.extend(actions)
+    def abort_later(self, flights: Iterable[Flight]) -> None:
+        """Have the thread abort requests; never blocks, for finalizers."""
+        self._unwanted.extend(flights)
         self._inbox.put(None)
 
     def wake(self) -> None:
@@ -357,8 +357,8 @@ class EngineLoop:
                 self.refuse(EngineClosedError("The engine was dropped without close()."))
                 self._executor.shutdown(timeout_s=0.0)
                 return
-            while self._posted:
-                self._posted.popleft()()
+            while self._unwanted:
+                self.abort(self._unwanted.popleft())
             # Before anything is sent: what is due already never starts.
             self._time_out_due()
             while self._dispatch_next():

@@ -55,17 +55,18 @@ class Gate:
         """Wait until a forward is at a gate; gives which."""
         deadline = time.monotonic() + timeout_s
         # Without a writer it is at its end, which counts as readable.
-        while not (where := self._read()):
+        while not (where := self.look()):
             if time.monotonic() > deadline:
                 pytest.fail(f"No forward came to its gate within {timeout_s} s.")
             time.sleep(0.002)
-        return where.decode().strip()
+        return where
 
-    def _read(self) -> bytes:
+    def look(self) -> str:
+        """Tell which gate a forward has come to since the last look, if any."""
         try:
-            return os.read(self._at, 100)
+            return os.read(self._at, 100).decode().strip()
         except BlockingIOError:
-            return b""  # there is a writer that has not written yet
+            return ""  # there is a writer that has not written yet
 
     def open(self) -> None:
         """Let the forward on that is at its gate."""
@@ -79,10 +80,24 @@ class Gate:
 
 
 @pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()
+def make_gate(tmp_path):
+    """Make gates, for forwards that wait at the same time."""
+    gates = []
+
+    def make():
+        folder = tmp_path / f"gate-{len(gates)}"
+        folder.mkdir()
+        gates.append(Gate(folder))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.close()
+
+
+@pytest.fixture
+def gate(make_gate):
+    return make_gate()
 
 
 @pytest.fixture
