@@ -33,9 +33,7 @@ EXAMPLES = [
     errors.DeviceMemoryError("text", request_id="r"),
     errors.OutputTransferError("text", request_id="r"),
     errors.RequestTimeoutError("text", timeout_s=1.5, request_id="r"),
-    errors.RequestAbortedError(
-        outcome=sidestream.AbortOutcome.STOPPED, step=3, request_id="r"
-    ),
+    errors.RequestAbortedError(outcome=sidestream.AbortOutcome.STOPPED, step=3, request_id="r"),
     errors.WorkerError("text", rank=1, pid=2),
     errors.WorkerStartError("text", rank=1, pid=2, stage="pipeline", stderr="words"),
     errors.WorkerDiedError(rank=1, pid=2, exit_code=-9, request_ids=["a", "b"]),

@@ -186,10 +186,7 @@ class Batching(Gradient):
             raise ValueError("one of you is bad")
         fates = {"member": ValueError("only me"), "none": None}
         outputs = super().forward(requests)
-        return [
-            fates.get(r.prompt, output)
-            for r, output in zip(requests, outputs, strict=True)
-        ]
+        return [fates.get(r.prompt, output) for r, output in zip(requests, outputs, strict=True)]
 
     def seen(self):
         batches, self.batches = self.batches, []
