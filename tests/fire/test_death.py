@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 import sidestream
-from sidestream import DiffusionRequest
+from sidestream import DiffusionRequest, ResultChannel, ResultPumpThread
+from sidestream.protocol import AsyncOutputKind
+from sidestream.transport.channel import ChannelClosed
+from sidestream.transport.frame import Frame
 
 soak = pytest.mark.soak
 
@@ -157,6 +161,20 @@ def test_a_worker_killed_while_it_writes_a_large_message_leaves_no_part_of_it(st
         engine.executor.collective_rpc("die_while_writing", timeout_s=60)
 
 
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [
+        ("send_garbage", "another version"),
+        pytest.param("close_descriptors", "other end of a channel is gone", marks=soak),
+    ],
+)
+def test_a_worker_that_can_not_be_reached_any_more_is_ended(deed, reason, start):
+    engine = start()
+    with pytest.raises(sidestream.WorkerDiedError, match=f"connection was lost.*{reason}"):
+        engine.executor.collective_rpc(deed, timeout_s=30)
+    assert not engine.health().ok
+
+
 def test_outputs_outlive_their_worker(start, eventually):
     engine = start(platform="sim")
     output = engine.submit(DiffusionRequest("")).result(30)
@@ -281,3 +299,40 @@ def test_a_worker_is_found_dead_by_every_thread_that_waits(start, pipes):
     for thread in threads:
         thread.join(30)
     assert [type(error) for error in seen] == [sidestream.WorkerDiedError] * 40
+
+
+# --- the pump alone -------------------------------------------------------------------------------
+
+
+def test_a_pump_hears_of_a_death_and_of_returned_slots_at_once_and_goes_on():
+    dead, dead_worker = ResultChannel.pair()
+    alive, alive_worker = ResultChannel.pair()
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    pump = ResultPumpThread(
+        [dead, alive],
+        lambda channel, delivery: heard.put((channel, delivery.open()[0].result)),
+        on_closed=lambda channel, reason: heard.put((channel, type(reason))),
+    )
+    dead_worker.close()
+    os.eventfd_write(dead.released_fd, 1)
+    pump.start()
+    assert heard.get(timeout=10) == (dead, ChannelClosed)
+    alive_worker.messages.send(Frame(kind=AsyncOutputKind.PROGRESS, body=b"here"))
+    assert heard.get(timeout=10) == (alive, "here")
+    assert pump.stop(10)
+    alive_worker.close()
+    alive.close()
+
+
+def test_a_stopped_pump_writes_to_nobody_elses_descriptor():
+    channel, worker = ResultChannel.pair()
+    pump = ResultPumpThread([channel], lambda _channel, _delivery: None).start()
+    assert pump.stop(10)
+    fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(10)]
+    pump.send(channel, Frame(kind=0))
+    for fd in fds:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(fd)
+        os.close(fd)
+    channel.close()
+    worker.close()

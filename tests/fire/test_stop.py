@@ -136,6 +136,17 @@ def test_a_signal_handler_may_close_the_engine_that_is_being_closed(start, pipes
     assert isinstance(handle.exception(0), sidestream.EngineClosedError)
 
 
+@soak
+def test_close_during_a_restart_does_not_wait_for_it(start, pipes):
+    options = {"notes": str(pipes.notes), "at_load": "wait the second time"}
+    engine = start(pipeline_options=options, max_restarts=3)
+    os.kill(*engine.executor.collective_rpc("pid"), signal.SIGKILL)
+    pipes.note()
+    began = time.monotonic()
+    engine.close(timeout_s=60)
+    assert time.monotonic() - began < LADDER_S
+
+
 @both
 def test_an_engine_that_nobody_holds_ends_its_worker(executor, eventually):
     engine = sidestream.DiffusionEngine(

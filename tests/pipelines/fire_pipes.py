@@ -47,6 +47,10 @@ class Victim:
             case "wait":
                 self.note()
                 time.sleep(FOREVER_S)
+            case "wait the second time":
+                if (first := Path(self.notes + ".first")).exists():
+                    self.act("wait")
+                first.touch()
             case "hold the GIL":
                 self.note()
                 # PyDLL and not CDLL: nothing else of Python runs meanwhile.
@@ -102,6 +106,16 @@ class Victim:
         os.write(1, b"x" * 1000)
         os.write(2, b"x" * 1000)
         print("x" * 1000, flush=True)
+
+    def send_garbage(self):
+        """Write to the worker's own connection, as a stray descriptor number does."""
+        os.write(int(sys.argv[1]), b"not a frame")
+        self.act("wait")
+
+    def close_descriptors(self):
+        """Do as a library that makes itself a daemon."""
+        os.closerange(3, 1000)
+        time.sleep(FOREVER_S)
 
     def wait(self):
         self.act("wait")

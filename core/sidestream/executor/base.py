@@ -57,7 +57,8 @@ class Executor(Dispatcher):
         # Guards _executing, the aborts and the state: the loop dispatches, the pump hears answers.
         # Reentrant, since a signal handler may close the engine while its thread is in here.
         self._lock = threading.RLock()
-        # Guards the steps of the end; reentrant for the same reason.
+        # Guards the steps of the end, and those of the start that an end must not come between;
+        # reentrant for the same reason.
         self._ending = threading.RLock()
         self._is_ended = False
         self._executing: set[int] = set()
@@ -98,10 +99,7 @@ class Executor(Dispatcher):
         if self.is_in_child:
             return  # it owns none of this
         with self._lock:
-            is_first = self._closed is None
             self._closed = self._closed or EngineClosedError("The engine is closed.")
-        if is_first:
-            self._ask_to_end()
         if not self._ending.acquire(timeout=timeout_s + FORCE_S):
             return
         try:
@@ -112,6 +110,7 @@ class Executor(Dispatcher):
 
     def _end(self, timeout_s: float) -> None:
         try:
+            self._ask_to_end()
             self._await_end(timeout_s)
         finally:
             # Also after Ctrl-C in that wait: no worker may be left, and nobody who waits for one.

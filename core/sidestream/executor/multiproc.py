@@ -19,6 +19,7 @@ from sidestream.errors import (
 )
 from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.dispatcher import fresh
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.executor.process import WorkerProcess
@@ -82,6 +83,19 @@ class MultiprocExecutor(Executor):
         """Spawn the worker and wait until it is ready."""
         self._last_progress = time.monotonic()
         try:
+            started = self._spawn()
+            self._await_start(started)
+        except BaseException:
+            # Also KeyboardInterrupt: nothing may be left of a start that was given up.
+            self.shutdown(timeout_s=0.0)
+            raise
+        self.process.echo_stderr()
+
+    def _spawn(self) -> EngineFuture[Delivery]:
+        """Start the process; gives the future of its being ready."""
+        with self._ending:
+            if self._closed is not None:
+                raise fresh(self._closed)
             process = self._process = WorkerProcess(self._settings)
             self._adopt(process.control)
             started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
@@ -90,16 +104,9 @@ class MultiprocExecutor(Executor):
             self._pump.add(process.channel)
             self._pump.watch(process.pidfd, self._on_exit)
             self._pump.send(process.channel, process.start_frame(rpc_id))
-            self._await_start(process, started)
-        except BaseException:
-            # Also KeyboardInterrupt: nothing may be left of a start that was given up.
-            self.shutdown(timeout_s=0.0)
-            raise
-        process.echo_stderr()
+            return started
 
-    def _await_start(
-        self, process: WorkerProcess, started: concurrent.futures.Future[Delivery]
-    ) -> None:
+    def _await_start(self, started: concurrent.futures.Future[Delivery]) -> None:
         while True:
             try:
                 message, _ = started.result(_START_POLL_S).open()
@@ -115,7 +122,7 @@ class MultiprocExecutor(Executor):
                 raise self._start_error(str(died)) from died
             if message.error is not None:
                 # The worker ends by itself after such a message; its text is complete then.
-                process.is_gone(2.0)
+                self.process.is_gone(2.0)
                 said = describe_error(message.error)
                 raise self._start_error(said) from message.error
             self.worker = message.result
@@ -158,9 +165,10 @@ class MultiprocExecutor(Executor):
             self._send(Shutdown())
 
     def _await_end(self, timeout_s: float) -> None:
-        # The pump goes on meanwhile: it takes in what the worker still has to say.
+        # The pump goes on meanwhile: it takes in what the worker still has to say. One that is not
+        # ready yet has nothing to finish.
         if self._process is not None:
-            self._process.is_gone(timeout_s)
+            self._process.is_gone(timeout_s if self.worker else 0.0)
 
     def _force_end(self) -> None:
         if self._process is not None:
