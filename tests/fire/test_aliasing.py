@@ -21,7 +21,7 @@ from sidestream import DiffusionEngine, DiffusionRequest, SamplingParams
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 
 import payload_pipes
-from payload_pipes import MIB, fill, is_filled, memory_of
+from payload_pipes import MIB, fill, is_filled, memory_of, settle
 
 WAYS = [("cpu", "multiproc"), ("sim", "multiproc"), ("cpu", "uniproc"), ("sim", "uniproc")]
 in_every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
@@ -161,6 +161,7 @@ def test_a_leaf_that_is_pickled_takes_only_its_own_bytes_along(couriers, way):
 def test_a_detached_copy_gives_the_slot_back(couriers, way):
     engine = couriers(way)
     for _ in range(3):
+        settle(engine)
         held = [engine.submit(fill(MIB, seed)).result(30) for seed in range(9)]
         assert [output.timings.carrier for output in held] == ["slot"] * 8 + ["one-shot"]
         held = [output.detach_copy() for output in held]

@@ -17,7 +17,7 @@ from sidestream.transport.memory import HostMemoryError
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 
 import payload_pipes
-from payload_pipes import MIB, fill, is_filled, memory_of
+from payload_pipes import MIB, fill, is_filled, memory_of, settle
 
 WAYS = [("cpu", "multiproc"), ("sim", "multiproc"), ("cpu", "uniproc"), ("sim", "uniproc")]
 BUFFER_BYTES = 8 * MIB
@@ -40,6 +40,7 @@ def couriers() -> Iterator[Callable[[tuple[str, str]], DiffusionEngine]]:
         engine = running[way]
         counts = engine.stats()
         assert (counts["ready_bytes"], counts["outputs"]) == (0, 0)
+        settle(engine)
         return engine
 
     yield get
@@ -91,16 +92,17 @@ def test_the_last_of_many_large_requests_can_be_waited_for_first(couriers, way):
         assert is_filled(handle.result(30), MIB, seed)
 
 
-def test_a_request_that_is_waited_for_runs_again_though_outputs_are_not_taken(
-    couriers, eventually, tmp_path
-):
-    engine = couriers(WAYS[0])
-    handles = [engine.submit(fill(MIB, seed)) for seed in range(12)]
-    assert eventually(lambda: is_stuck(engine), 30)
-    last = engine.submit(DiffusionRequest(f"die-once {tmp_path / 'died'}"))
-    assert last.result(60).output.sum() == MIB
-    for seed, handle in enumerate(handles):
-        assert is_filled(handle.result(30), MIB, seed)
+def test_a_request_that_is_waited_for_runs_again_though_outputs_are_not_taken(eventually, tmp_path):
+    engine = payload_pipes.start(host_buffer_bytes=BUFFER_BYTES)
+    try:
+        handles = [engine.submit(fill(MIB, seed)) for seed in range(12)]
+        assert eventually(lambda: is_stuck(engine), 30)
+        last = engine.submit(DiffusionRequest(f"die-once {tmp_path / 'died'}"))
+        assert last.result(60).output.sum() == MIB
+        for seed, handle in enumerate(handles):
+            assert is_filled(handle.result(30), MIB, seed)
+    finally:
+        engine.close()
 
 
 @in_every_way
@@ -145,6 +147,7 @@ def test_slots_that_are_dropped_all_at_once_all_come_back(couriers, way):
         assert all(is_filled(output, nbytes, seed) for seed, output in enumerate(outputs))
         assert {output.timings.carrier for output in outputs} == {"slot"}
         del outputs
+        settle(engine)
 
 
 @in_processes
@@ -163,6 +166,7 @@ def test_idle_arenas_do_not_keep_larger_outputs_from_slots(couriers, way):
     held = list(engine.imap(fill(10_000) for _ in range(800)))
     assert {output.timings.carrier for output in held} == {"slot"}
     del held
+    settle(engine)
     assert engine.submit(fill(BUFFER_BYTES)).result(30).timings.carrier == "slot"
 
 
