@@ -104,6 +104,7 @@ def all_descriptors_taken():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@soak
 def test_a_start_with_too_few_descriptors_keeps_none(start):
     start(executor="uniproc")  # everything is imported from here on: that needs descriptors too
     refusals = 0
@@ -283,7 +284,7 @@ def test_a_forked_child_is_told_at_once_and_its_parent_goes_on(executor, start):
     assert engine.health().ok
 
 
-@both
+@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=soak), "uniproc"])
 def test_forks_while_threads_submit_leave_no_child_stuck(executor, start):
     engine = start(executor=executor)
     is_over = threading.Event()

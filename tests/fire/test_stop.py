@@ -64,7 +64,7 @@ def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes):
     assert isinstance(handle.exception(0), sidestream.EngineClosedError)
 
 
-@both
+@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=soak), "uniproc"])
 def test_close_from_a_callback_resolves_everything(executor, start):
     engine = start(executor=executor)
     first = engine.submit(DiffusionRequest(""))
@@ -120,6 +120,7 @@ def test_a_close_that_ctrl_c_interrupts_still_leaves_nothing(executor, start, pi
     engine.close()
 
 
+@soak
 def test_a_signal_handler_may_close_the_engine_that_is_being_closed(start, pipes):
     engine = start(pipeline_options={"notes": str(pipes.notes)})
     handle = engine.submit(DiffusionRequest("wait"))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -105,23 +105,26 @@ class WorkerProcess:
                 self.control.fileno(),
                 stderr_fd,
             )
-            self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, *map(str, inherited)],
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=self._stderr,
-                # A session of its own: no SIGINT from the terminal, and a group that can be killed.
-                start_new_session=True,
-                # A broken vendor package must not end a worker of another platform; the plugin
-                # imports its own.
-                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-            )
+            self.popen = self._popen(inherited, stdout)
             undo.callback(self._kill_unwatched)
             self.pid = self.popen.pid
             # Fails where the worker ended at once and the host's own child reaping was faster.
             self._pidfd = self._own(io.FileIO(os.pidfd_open(self.pid)))
             undo.pop_all()
+
+    def _popen(self, inherited: Sequence[int], stdout: int | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, *map(str, inherited)],
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=self._stderr,
+            # A session of its own: no SIGINT from the terminal, and a group that can be killed.
+            start_new_session=True,
+            # A broken vendor package must not end a worker of another platform; the plugin imports
+            # its own.
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        )
 
     def _own(self, end: _C) -> _C:
         self._ends.append(end)
