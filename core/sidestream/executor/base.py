@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ class Executor(Dispatcher):
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
     ) -> None:
-        super().__init__(table or InflightTable(), callbacks or CallbackThread())
+        super().__init__(
+            InflightTable() if table is None else table,
+            CallbackThread() if callbacks is None else callbacks,
+        )
         self._owns_callbacks = callbacks is None
         self._dispatch_depth = dispatch_depth
         self._hang_timeout_s = hang_timeout_s
@@ -64,7 +68,8 @@ class Executor(Dispatcher):
         self._executing: set[int] = set()
         # Of those, the ones that are at their last step.
         self._ending_soon: set[int] = set()
-        self._suspect: Flight | None = None
+        # Not held: it would keep its output, and so its slot, until the next one.
+        self._suspect: Callable[[], Flight | None] = lambda: None
         # The page that the worker reads, and who is marked there; None before there is a worker.
         self._page: ControlPage | None = None
         self._aborts: AbortTable | None = None
@@ -168,7 +173,7 @@ class Executor(Dispatcher):
     @property
     def has_suspect(self) -> bool:
         """Tell whether the worker has a request that must have it for itself."""
-        suspect = self._suspect
+        suspect = self._suspect()
         # One that was given up is done for its caller before it is for the worker.
         return suspect is not None and (
             not suspect.output.done() or suspect.rpc_id in self._executing
@@ -188,7 +193,7 @@ class Executor(Dispatcher):
         if len(flights) > 1:
             self.table.name_batch(flights)
         if flights[0].is_suspect:
-            self._suspect = flights[0]
+            self._suspect = weakref.ref(flights[0])
         rpc_id = self.table.add_forward(flights, self)
         with self._lock:
             error = self._broken or self._closed

@@ -158,7 +158,7 @@ def decode_output(
 def _own_error(error: BaseException, request_id: str) -> BaseException:
     if isinstance(error, RequestError):
         error.request_id = request_id
-    elif not isinstance(error, SidestreamError):
+    elif isinstance(error, MemoryError) or not isinstance(error, SidestreamError):
         # Such as the stand-in of one that could not travel.
         failed = ExecutionError(
             f"Request {request_id!r} failed: {describe_error(error)}", request_id=request_id
