@@ -24,8 +24,20 @@ import payload_pipes
 from payload_pipes import MIB, fill, is_filled, memory_of, settle
 
 WAYS = [("cpu", "multiproc"), ("sim", "multiproc"), ("cpu", "uniproc"), ("sim", "uniproc")]
-in_every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
-in_processes = pytest.mark.parametrize("way", WAYS[:2], ids="-".join)
+#: Both platforms and both executors; the other two pairs are for the soak.
+in_every_way = pytest.mark.parametrize(
+    "way",
+    [
+        WAYS[1],
+        WAYS[2],
+        pytest.param(WAYS[0], marks=pytest.mark.soak),
+        pytest.param(WAYS[3], marks=pytest.mark.soak),
+    ],
+    ids="-".join,
+)
+in_processes = pytest.mark.parametrize(
+    "way", [WAYS[1], pytest.param(WAYS[0], marks=pytest.mark.soak)], ids="-".join
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,20 @@ BUFFER_BYTES = 8 * MIB
 #: their way to the host.
 UNDER_WAY = 2 + 2
 
-in_every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
-in_processes = pytest.mark.parametrize("way", WAYS[:2], ids="-".join)
+#: Both platforms and both executors; the other two pairs are for the soak.
+in_every_way = pytest.mark.parametrize(
+    "way",
+    [
+        WAYS[1],
+        WAYS[2],
+        pytest.param(WAYS[0], marks=pytest.mark.soak),
+        pytest.param(WAYS[3], marks=pytest.mark.soak),
+    ],
+    ids="-".join,
+)
+in_processes = pytest.mark.parametrize(
+    "way", [WAYS[1], pytest.param(WAYS[0], marks=pytest.mark.soak)], ids="-".join
+)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,17 @@ import payload_pipes
 from payload_pipes import DTYPES, MODES, PAYLOADS, Decoded, Marked, Size
 
 WAYS = [("cpu", "multiproc"), ("sim", "multiproc"), ("cpu", "uniproc"), ("sim", "uniproc")]
-in_every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
+#: Both platforms and both executors; the other two pairs are for the soak.
+in_every_way = pytest.mark.parametrize(
+    "way",
+    [
+        WAYS[1],
+        WAYS[2],
+        pytest.param(WAYS[0], marks=pytest.mark.soak),
+        pytest.param(WAYS[3], marks=pytest.mark.soak),
+    ],
+    ids="-".join,
+)
 CPU = torch.device("cpu")
 
 

@@ -285,12 +285,15 @@ def test_there_are_four_devices(sim, device):
 
 def test_side_streams_are_found_while_somebody_holds_them(sim, device, side):
     other = sim.side_stream(device, -1)
-    assert sim.side_streams() == (side, other)
+    # An engine in this process may hold streams of its own.
+    held = {stream.name for stream in sim.side_streams()}
+    assert {side.name, other.name} <= held
     assert other.priority == -1
     assert sim.side_streams(1) == ()
+    gone = other.name
     del other
     gc.collect()
-    assert sim.side_streams() == (side,)
+    assert {stream.name for stream in sim.side_streams()} == held - {gone}
 
 
 def test_a_dropped_stream_finishes_its_work_and_ends_its_thread(sim, device, default):
