@@ -24,7 +24,7 @@ demo: $(READY) ## draw digits through the asynchronous path into ./demo/
 
 # Many tests wait for a process to start. One thread of torch in each: more threads than cores make
 # them slow. A file stays in one process, since what it sets up is for all of its tests.
-test: $(READY) ## run the tests (under three minutes on two cores)
+test: $(READY) ## run the tests (about five minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 --dist loadfile
 
 soak: $(READY) ## run the long tests
