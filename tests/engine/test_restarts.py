@@ -106,6 +106,19 @@ def test_a_restart_that_fails_gives_up_with_its_own_reason(make_engine, log):
     assert "the weights are gone" in engine.health().reason
 
 
+def test_a_restart_that_fails_unforeseen_leaves_nobody_waiting(make_engine, log, monkeypatch):
+    engine = mortal(make_engine, log, max_restarts=1)
+
+    def no_room(*_args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine.executor, "_make", no_room)
+    handle = engine.submit(request("die-once"))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        handle.result(30)
+    assert "can't start new thread" in engine.health().reason
+
+
 def test_a_call_to_a_dead_worker_is_never_run_again(make_engine, log):
     engine = mortal(make_engine, log, max_restarts=2)
     pid = engine.executor.collective_rpc("pid")[0]

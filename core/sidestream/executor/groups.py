@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sidestream.errors import ConfigError, EngineClosedError, WorkerStartError
+from sidestream.errors import ConfigError, EngineClosedError
 from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
@@ -338,17 +338,12 @@ class WorkerGroups(Dispatcher):
             pause_s = min(_FIRST_PAUSE_S * 2 ** max(0, len(group.deaths) - 1), _LAST_PAUSE_S)
             if self._closing.wait(pause_s):
                 return
-            # What the dead one left: its descriptors and its pump.
-            group.executor.shutdown(0.0)
-            successor = self._new(group.index)
-            self._connect(successor)
-            with self._lock:
-                if self._closing.is_set():
-                    return
-                group.executor = successor
             try:
+                successor = self._replace(group)
+                if successor is None:
+                    return
                 successor.start()
-            except (WorkerStartError, EngineClosedError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - boundary: else the queue waits for ever
                 if self._closing.is_set():
                     return
                 logger.warning("Worker group %d could not be restarted: %s", group.index, error)
@@ -367,3 +362,16 @@ class WorkerGroups(Dispatcher):
             logger.warning("Worker group %d was restarted after: %s", group.index, group.reason)
             self.on_capacity()
             return
+
+    def _replace(self, group: WorkerGroup) -> Executor | None:
+        """Put a new executor in the place of a dead one; None: everything is being closed."""
+        # What the dead one left: its descriptors and its pump.
+        group.executor.shutdown(0.0)
+        successor = self._new(group.index)
+        self._connect(successor)
+        with self._lock:
+            if not self._closing.is_set():
+                group.executor = successor
+                return successor
+        successor.shutdown(0.0)
+        return None
