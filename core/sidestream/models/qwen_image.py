@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.registry import read_defaults
+from sidestream.models.seeds import check_seed, generators
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,9 +29,6 @@ _SHARED: Final = {
     "true_cfg_scale": "true_cfg_scale",
     "num_outputs_per_prompt": "num_images_per_prompt",
 }
-
-# What torch's generators take, with room for the seeds of further outputs.
-_SEEDS: Final = range(-(1 << 63), 1 << 63)
 
 
 class QwenImage:
@@ -108,7 +105,7 @@ class QwenImage:
             call["callback_on_step_end"] = self._step_ended
         latents = self.pipeline(
             **call,
-            generator=[g for p in params for g in _generators(p)],
+            generator=[g for p in params for g in generators(p)],
             # The library's own decoding waits for the device; ours follows.
             output_type="latent",
             return_dict=False,
@@ -146,10 +143,9 @@ class QwenImage:
                     why = f"{name}={size} is not possible: it has to be a multiple of {multiple}"
             if own.num_frames not in (None, 1):
                 why = f"num_frames={own.num_frames} is not possible: Qwen-Image makes images"
-            if own.seed is not None and own.seed not in _SEEDS:
-                why = f"seed={own.seed} is not possible: it has to fit in 63 bits"
             if why is not None:
                 raise InvalidRequestError(f"{why}.", request_id=request.request_id)
+            check_seed(request)
 
 
 def _difference(one: SamplingParams, other: SamplingParams) -> str | None:
@@ -170,11 +166,3 @@ def _shared(params: SamplingParams) -> dict[str, Any]:
         "output_type": "latent" if params.output_type == "latent" else "decoded",
         "negative_prompt": "none" if params.negative_prompt is None else "some",
     }
-
-
-def _generators(params: SamplingParams) -> list[torch.Generator]:
-    # On the CPU, so that a seed gives the same noise on every device.
-    seed = secrets.randbits(31) if params.seed is None else params.seed
-    return [
-        torch.Generator().manual_seed(seed + j) for j in range(params.num_outputs_per_prompt or 1)
-    ]
