@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.config import EngineConfig, is_duration
 from sidestream.errors import InvalidRequestError, MissingDependencyError
-from sidestream.handle import RequestHandle, flight_of
-from sidestream.request import DiffusionRequest, SamplingParams
+from sidestream.handle import RequestHandle, abort_result, flight_of
+from sidestream.request import AbortResult, DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sidestream.executor.callbacks import CallbackThread
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.health import Health
-    from sidestream.executor.inflight import InflightTable
+    from sidestream.executor.inflight import Flight, InflightTable
     from sidestream.models.registry import PipelineSource
     from sidestream.output import DiffusionOutput
     from sidestream.platforms.platform import Platform
@@ -203,9 +203,50 @@ class DiffusionEngine:
         finally:
             self._abort_later(handles)
 
+    def abort(
+        self,
+        requests: RequestHandle | str | Iterable[RequestHandle | str],
+        *,
+        wait: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[AbortResult]:
+        """Give requests up, by handle or by ``request_id``; one result each, in that order.
+
+        Ids are the caller's and may repeat: one stands for all requests of that id that are not
+        out, in the order of submission, and for nothing if there is none. Everybody is told before
+        anybody is waited for; ``timeout_s`` is for all together. Otherwise as
+        :meth:`RequestHandle.abort`.
+
+        Raises:
+            InvalidRequestError: Something else was given, or another engine's; nothing was aborted.
+            TimeoutError: A worker did not answer within ``timeout_s``; it is asked all the same.
+            EngineClosedError: In a forked child.
+        """
+        self.executor.check_process()
+        if isinstance(requests, RequestHandle | str) or not isinstance(requests, Iterable):
+            requests = [requests]
+        flights = [flight for request in requests for flight in self._find(request)]
+        for flight in flights:
+            self._loop.abort(flight)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        results = []
+        for flight in flights:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            results.append(abort_result(flight, wait, left_s))
+        return results
+
+    def _find(self, request: RequestHandle | str) -> list[Flight]:
+        if isinstance(request, RequestHandle):
+            return [flight_of(request, self)]
+        if isinstance(request, str):
+            return [flight for flight in self._loop.flights() if flight.request_id == request]
+        raise InvalidRequestError(
+            f"abort() takes handles and request ids, not {type(request).__name__}."
+        )
+
     def _abort_later(self, handles: Iterable[RequestHandle]) -> None:
         # Not here: a generator or task may be closed by the garbage collector, inside any lock.
-        self._loop.abort_later([flight_of(handle) for handle in handles])
+        self._loop.abort_later([flight_of(handle, self) for handle in handles])
 
     def step(self, request: DiffusionRequest) -> list[DiffusionOutput]:
         """Run one request to its end and give its output, as a list of one."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sidestream.errors import RequestAbortedError
+from sidestream.errors import InvalidRequestError, RequestAbortedError
 from sidestream.request import AbortOutcome, AbortResult
 
 if TYPE_CHECKING:
@@ -98,14 +98,7 @@ class RequestHandle:
             EngineClosedError: In a forked child.
         """
         self._abort(self._flight)
-        # The signal and not the output, which would be rebuilt for this.
-        answer = self._flight.output_ready
-        if not wait and not answer.done():
-            return AbortResult(AbortOutcome.REQUESTED)
-        error = answer.exception(timeout_s)
-        if isinstance(error, RequestAbortedError):
-            return AbortResult(error.outcome, error.step)
-        return AbortResult(AbortOutcome.ALREADY_OUT)
+        return abort_result(self._flight, wait, timeout_s)
 
     def __await__(self) -> Generator[Any, None, DiffusionOutput]:
         future = self._flight.output
@@ -119,9 +112,30 @@ class RequestHandle:
         return f"<RequestHandle {self.request_id!r} {self._flight.state}>"
 
 
-def flight_of(handle: RequestHandle) -> Flight:
-    """Give the request behind a handle, for the engine that made it."""
+def flight_of(handle: RequestHandle, owner: object) -> Flight:
+    """Give the request behind a handle of ``owner``.
+
+    Raises:
+        InvalidRequestError: Another engine made it, and has ids of its own.
+    """
+    if handle._owner is not owner:
+        raise InvalidRequestError(
+            f"{handle!r} is of another engine; handle.abort() knows which.",
+            request_id=handle.request_id,
+        )
     return handle._flight
+
+
+def abort_result(flight: Flight, wait: bool, timeout_s: float | None) -> AbortResult:
+    """Say what became of a request that was given up; raises as :meth:`RequestHandle.abort`."""
+    # The signal and not the output, which would be rebuilt for this.
+    answer = flight.output_ready
+    if not wait and not answer.done():
+        return AbortResult(AbortOutcome.REQUESTED)
+    error = answer.exception(timeout_s)
+    if isinstance(error, RequestAbortedError):
+        return AbortResult(error.outcome, error.step)
+    return AbortResult(AbortOutcome.ALREADY_OUT)
 
 
 def _wanted(future: EngineFuture[T]) -> Future[T]:

@@ -330,6 +330,51 @@ def test_who_waits_for_the_answer_may_stop_waiting(engine, gate):
     assert handle.abort(wait=True, timeout_s=30) == stopped(1)
 
 
+def test_an_engine_aborts_by_handle_and_by_whatever_id_its_callers_gave(engine, gate):
+    running = engine.submit(request(gate.prompt, seed=3, steps=2, request_id="kept"))
+    assert gate.reached() == "1"
+    ids = ["", "a/b", "twice", "twice", None]
+    queued = [engine.submit(request(request_id=name)) for name in ids]
+    assert engine.abort(queued[4]) == engine.abort(queued[4], wait=True) == [NEVER_STARTED]
+    assert engine.abort("twice") == [NEVER_STARTED] * 2
+    assert engine.abort("twice", wait=True) == []  # nobody has that id any more
+    assert engine.abort(["", "never seen", queued[1]]) == [NEVER_STARTED] * 2
+    assert engine.abort(queued[4].request_id) == []
+    assert engine.abort([]) == []
+    assert engine.stats()["queued"] == 0
+    gate.open()
+    assert gate.reached() == "2"  # it was none of theirs
+    gate.open()
+    assert (running.result(30).output == 3).all()
+    assert engine.abort([running, running], wait=True) == [ALREADY_OUT] * 2
+
+
+def test_an_engine_tells_all_before_it_waits_for_any(engine, gate):
+    batch = submit_together(
+        engine, [request(p, steps=3, request_id="all") for p in (gate.prompt, "x", "x")]
+    )
+    assert gate.reached() == "1"
+    with pytest.raises(TimeoutError):
+        engine.abort("all", wait=True, timeout_s=0.05)
+    gate.open()
+    assert engine.abort(batch, wait=True, timeout_s=30) == [stopped(1)] * 3
+
+
+def test_an_engine_aborts_nothing_where_it_is_given_what_is_not_its_own(
+    engine, steps_engines, gate
+):
+    on_cpu = engine.config.platform == "cpu"
+    other = steps_engines(*(("sim", "multiproc") if on_cpu else ("cpu", "uniproc")))
+    handle = engine.submit(request(gate.prompt, seed=5))
+    assert gate.reached() == "forward"
+    for wrong in (3, None, [handle, b"x"], request("x"), [handle, other.submit(request())]):
+        with pytest.raises(sidestream.InvalidRequestError, match=r"abort\(\)"):
+            engine.abort(wrong)
+    assert engine.stats()["aborting"] == 0
+    gate.open()
+    assert (handle.result(30).output == 5).all()
+
+
 def test_after_close_an_abort_says_what_had_become_of_the_request(make_engine, gate):
     engine = make_engine("abort_pipes:Steps", platform="cpu", executor="uniproc")
     running = engine.submit(request(gate.prompt))
