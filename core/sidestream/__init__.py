@@ -45,7 +45,11 @@ if TYPE_CHECKING:
     from sidestream.executor.pump import ResultPumpThread as ResultPumpThread
     from sidestream.handle import RequestHandle as RequestHandle
     from sidestream.models.pipeline import Pipeline as Pipeline
+    from sidestream.models.step import StepPipeline as StepPipeline
+    from sidestream.models.step import StepState as StepState
     from sidestream.output import DiffusionOutput as DiffusionOutput
+    from sidestream.output import EventKind as EventKind
+    from sidestream.output import RequestEvent as RequestEvent
     from sidestream.platforms.platform import Platform as Platform
     from sidestream.platforms.platform import load_platform as load_platform
     from sidestream.request import AbortOutcome as AbortOutcome
@@ -71,10 +75,14 @@ _HOMES: Final = {
     "AbortOutcome": "sidestream.request",
     "AbortResult": "sidestream.request",
     "DiffusionOutput": "sidestream.output",
+    "RequestEvent": "sidestream.output",
+    "EventKind": "sidestream.output",
     "Health": "sidestream.executor.health",
     "GroupHealth": "sidestream.executor.health",
     "write_trace": "sidestream.trace",
     "Pipeline": "sidestream.models.pipeline",
+    "StepPipeline": "sidestream.models.step",
+    "StepState": "sidestream.models.step",
     "AsyncOutputThread": "sidestream.worker.output_thread",
     "HostSink": "sidestream.worker.sink",
     "SlotSink": "sidestream.worker.sink",

@@ -43,15 +43,26 @@ class EngineConfig:
     executor: Literal["multiproc", "uniproc"] = "multiproc"
     #: False copies outputs on the forward's stream, before the next forward starts.
     async_output: bool = True
-    #: Requests that are with a worker at a time: one runs, the others wait in its socket.
+    #: Step mode: one denoising step a command, so that requests join, leave and stop between steps.
+    #: Copies are synchronous then, and no pump and no output thread are started.
+    step_execution: bool = False
+    #: In step mode, the last step's output is copied in the background all the same.
+    async_final_step: bool = False
+    #: Turns step mode on, and brings parts of an output out as they are decoded.
+    streaming_output: bool = False
+    #: Requests that are with a worker at a time: one runs, the others wait in its socket. In step
+    #: mode a worker has one step at a time, whatever this says.
     dispatch_depth: int = 2
-    #: Outputs that a worker holds on its device at a time, the one being made included.
+    #: Outputs that a worker holds on its device at a time, the one being made included. In step
+    #: mode, requests between their first step and their copied output; ``max_batch_size`` times
+    #: as many.
     max_pending_outputs: int = 2
     #: Bytes of outputs that are ready and not taken; over it no request is sent to a worker.
     host_buffer_bytes: int = 512 * MIB
     #: Compatible requests that share a forward, where the pipeline supports it.
     max_batch_size: int = 1
-    #: How long the oldest request waits for others to share its forward.
+    #: How long the oldest request waits for others to share its forward. No effect in step mode,
+    #: where others join at the next step.
     max_batch_wait_s: float = 0.0
     #: Requests that wait in the main process; ``submit`` raises over it, ``generate`` waits.
     max_queued_requests: int = 1024
@@ -89,6 +100,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a positive integer")
+        self._check_step_mode()
         if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ConfigError("max_restarts", self.max_restarts, "an integer, 0 or more")
         if not isinstance(self.host_buffer_bytes, int) or self.host_buffer_bytes < 0:
@@ -100,6 +112,21 @@ class EngineConfig:
                 raise ConfigError(name, getattr(self, name), "a positive number")
         if self.request_timeout_s is not None and not is_duration(self.request_timeout_s):
             raise ConfigError("request_timeout_s", self.request_timeout_s, "seconds, 0 or more")
+
+    def _check_step_mode(self) -> None:
+        if self.streaming_output:
+            object.__setattr__(self, "step_execution", True)
+        if not self.async_final_step:
+            return
+        if not self.step_execution:
+            raise ConfigError("async_final_step", True, "False, or True with step_execution=True")
+        if not self.async_output:
+            raise ConfigError("async_final_step", True, "False with async_output=False")
+
+    @property
+    def copies_in_background(self) -> bool:
+        """Tell whether any output takes the asynchronous way: by a pump and an output thread."""
+        return self.async_output and (not self.step_execution or self.async_final_step)
 
 
 def is_duration(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,3 +51,30 @@ class DiffusionOutput:
     def detach_copy(self) -> DiffusionOutput:
         """Copy the tensors and arrays out of shared memory, so that their slot is free again."""
         return dataclasses.replace(self, output=detach_copy(self.output))
+
+
+class EventKind(enum.StrEnum):
+    """What a :class:`RequestEvent` tells of."""
+
+    #: A denoising step is queued on the device.
+    STEP = "step"
+    #: A part of the output is decoded and readable, such as some frames of a video.
+    CHUNK = "chunk"
+    #: The last of a request's work is queued on the device.
+    COMPUTE_DONE = "compute-done"
+    #: The output is readable; the last event.
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RequestEvent:
+    """Something that happened to a request under way, see ``RequestHandle.events``."""
+
+    kind: EventKind
+    #: Steps done, and how many there are in all; in step mode.
+    step: int | None = None
+    num_steps: int | None = None
+    #: The part's number, from 0.
+    chunk: int | None = None
+    #: The part, or the whole: its ``frames`` are what is new.
+    output: DiffusionOutput | None = None
