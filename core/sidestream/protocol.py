@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sidestream.request import OutputTimings
 
@@ -26,6 +26,8 @@ class AsyncOutputKind(enum.IntEnum):
     RPC_RESULT = 3
     #: A sign of life: a stage of the start-up, or that a forward is at its last step.
     PROGRESS = 4
+    #: A part of one request's output is readable; more of it is to come.
+    CHUNK_READY = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,58 @@ class Execute:
     requests: tuple[bytes, ...]
 
 
+class StepStage(enum.IntEnum):
+    """What a worker does in one call of step mode."""
+
+    #: Make the state of new requests; their bytes come along.
+    PREPARE = 1
+    #: Take one denoising step in one forward; after the last one, decode.
+    DENOISE = 2
+    #: Let go of the states of requests that were given up, and decode nothing.
+    DROP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecuteStep:
+    """Advance requests by one stage (``execute_stepwise``); the worker keeps their states.
+
+    Answered by an RPC_RESULT, once it is queued on the device, that holds a :class:`StepResult` a
+    request. What else there is to say of a request comes in messages of its own.
+    """
+
+    rpc_id: int
+    stage: StepStage
+    output_ids: tuple[str, ...]
+    #: Which run of each request this is, in the order of ``output_ids``.
+    attempts: tuple[int, ...]
+    #: Packed requests, in that order too; only to prepare them.
+    requests: tuple[bytes, ...] = ()
+
+
+class StepFate(enum.IntEnum):
+    """Where a request is after a step."""
+
+    #: The worker keeps its state for the next one.
+    KEPT = 1
+    #: It was the last step: the state is gone, the output is on its way or was sent.
+    OUT = 2
+    #: It was given up or failed: the state is gone, and an OUTPUT_READY said why.
+    GONE = 3
+
+
+class StepResult(NamedTuple):
+    """What one call of step mode came to for one request."""
+
+    #: The number of its output, see :func:`number_of`.
+    number: int
+    fate: int
+    #: Steps done, of how many.
+    step: int
+    num_steps: int
+    #: Requests with equal numbers may share the next forward; None: it is stepped alone.
+    share: int | None = None
+
+
 def number_of(output_id: str) -> int:
     """Give the number of an output, which is what the table of aborted requests holds.
 
@@ -83,7 +137,7 @@ class Shutdown:
     """Finish what was taken, then end."""
 
 
-Command = Execute | Call | Shutdown
+Command = Execute | ExecuteStep | Call | Shutdown
 
 
 @dataclass(frozen=True)

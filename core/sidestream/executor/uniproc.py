@@ -67,7 +67,7 @@ class LocalPort:
 
     def _deliver(self, label: OutputLabel, tree: Any, timings: OutputTimings, nbytes: int) -> None:
         message = AsyncDiffusionOutput(
-            kind=AsyncOutputKind.OUTPUT_READY,
+            kind=label.kind,
             rpc_id=label.rpc_id,
             async_output_id=label.output_id,
             attempt=label.attempt,

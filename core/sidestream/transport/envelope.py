@@ -19,7 +19,9 @@ from sidestream.protocol import (
     Call,
     Command,
     Execute,
+    ExecuteStep,
     Shutdown,
+    StepStage,
 )
 from sidestream.request import OutputTimings
 from sidestream.transport.arena import Slot
@@ -34,6 +36,7 @@ ARENA_DROPPED: Final = 32
 _EXECUTE: Final = 16
 _CALL: Final = 17
 _SHUTDOWN: Final = 18
+_STEP: Final = 19
 
 # --- commands: main process to worker ---------------------------------------------------------
 
@@ -42,9 +45,13 @@ def encode_command(command: Command) -> Frame:
     """Make a frame of a command; large bodies travel beside the socket, see ``channel``."""
     match command:
         case Execute():
-            fields = (command.output_ids, command.attempts, command.requests)
-            body = pickle.dumps(fields, protocol=5)
+            parts = (command.output_ids, command.attempts, command.requests)
+            body = pickle.dumps(parts, protocol=5)
             return Frame(kind=_EXECUTE, rpc_id=command.rpc_id, body=body)
+        case ExecuteStep():
+            fields = (int(command.stage), command.output_ids, command.attempts, command.requests)
+            body = pickle.dumps(fields, protocol=5)
+            return Frame(kind=_STEP, rpc_id=command.rpc_id, body=body)
         case Call():
             body = pickle.dumps((command.method, command.arguments), protocol=5)
             return Frame(kind=_CALL, rpc_id=command.rpc_id, body=body)
@@ -58,6 +65,15 @@ def decode_command(frame: Frame) -> Command:
         output_ids, attempts, requests = pickle.loads(frame.body)
         return Execute(
             rpc_id=frame.rpc_id, output_ids=output_ids, attempts=attempts, requests=requests
+        )
+    if frame.kind == _STEP:
+        stage, output_ids, attempts, requests = pickle.loads(frame.body)
+        return ExecuteStep(
+            rpc_id=frame.rpc_id,
+            stage=StepStage(stage),
+            output_ids=output_ids,
+            attempts=attempts,
+            requests=requests,
         )
     if frame.kind == _CALL:
         method, arguments = pickle.loads(frame.body)
@@ -105,13 +121,13 @@ def encode_output(
     timings: OutputTimings,
     post_process: str | None,
     slot: Slot | None,
+    kind: AsyncOutputKind = AsyncOutputKind.OUTPUT_READY,
 ) -> Frame:
-    """Make the OUTPUT_READY frame of a packed output; the frame is what commits its slot.
+    """Make the frame of a packed output, or of a part; the frame is what commits its slot.
 
     ``slot`` None: ``head`` holds the leaves too (``pack_bytes``).
     """
     body = pickle.dumps((timings, post_process, head), protocol=5)
-    kind = int(AsyncOutputKind.OUTPUT_READY)
     if slot is None:
         return Frame(kind=kind, rpc_id=rpc_id, attempt=attempt, output_id=output_id, body=body)
     return Frame(
@@ -278,7 +294,7 @@ class FrameDelivery(Delivery):
         if self.failed:
             timings, data = pickle.loads(frame.body)
             fields |= {"error": decode_error(data), "timings": timings}
-        elif self.kind is AsyncOutputKind.OUTPUT_READY:
+        elif self.kind in (AsyncOutputKind.OUTPUT_READY, AsyncOutputKind.CHUNK_READY):
             timings, post_process, head = pickle.loads(frame.body)
             tree = unpack_bytes(head) if lease is None else unpack(head, lease.array())
             fields |= {"output": tree, "timings": replace(timings, carrier=self.carrier)}

@@ -30,6 +30,13 @@ class OutputLabel:
     attempt: int = 0
     #: Key of the host half of post-processing.
     post_process: str | None = None
+    #: Whether it is a part of an output, with more to come.
+    is_chunk: bool = False
+
+    @property
+    def kind(self) -> AsyncOutputKind:
+        """Give the kind of the envelope that carries it."""
+        return AsyncOutputKind.CHUNK_READY if self.is_chunk else AsyncOutputKind.OUTPUT_READY
 
 
 class Destination(Protocol):
@@ -196,7 +203,7 @@ class SlotSink:
         destination: Slot | None,
         timings: OutputTimings,
     ) -> None:
-        """Send OUTPUT_READY; from then on the reader owns the slot."""
+        """Send OUTPUT_READY, or the part's; from then on the reader owns the slot."""
         frame = encode_output(
             output_id=label.output_id,
             rpc_id=label.rpc_id,
@@ -205,6 +212,7 @@ class SlotSink:
             timings=timings,
             post_process=label.post_process,
             slot=destination,
+            kind=label.kind,
         )
         self._messages.send(frame)
         if destination is not None:
