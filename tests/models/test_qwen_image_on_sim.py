@@ -14,6 +14,8 @@ from sidestream.models.post_process import find_post_process, to_images
 from sidestream.models.qwen_image import QwenImage
 from sidestream.request import DiffusionRequest, SamplingParams
 
+from .stepping import run_interleaved, step
+
 PARAMS = SamplingParams(height=32, width=32, seed=3)
 REQUEST = DiffusionRequest("a red apple", PARAMS)
 
@@ -61,6 +63,36 @@ def test_the_pixels_are_those_of_the_cpu_within_one_step(on_sim, adapter):
     theirs = to_images(forward_and_finish(adapter), adapter.post_process)
     differences = np.asarray(ours[0], dtype=int) - np.asarray(theirs[0], dtype=int)
     assert np.abs(differences).max() <= 1
+
+
+def test_steps_give_the_bits_of_the_forward_also_interleaved(on_sim):
+    requests = [REQUEST, DiffusionRequest("two", replace(PARAMS, num_inference_steps=2))]
+    whole = [on_sim.forward([request])[0] for request in requests]
+    for ours, theirs in zip(run_interleaved(on_sim, requests), whole, strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+
+
+def test_no_step_waits_for_the_device(sim, on_sim):
+    (whole,) = on_sim.forward([REQUEST])
+    expected = whole.cpu()
+    stream = sim.default_stream()
+    states = [on_sim.prepare_encode(REQUEST) for _ in range(2)]
+    step(on_sim, states[0])
+    stream.hold()
+
+    def finish(state):
+        while not state.done:
+            step(on_sim, state)
+        return on_sim.post_decode(state)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            payload = pool.submit(finish, states[0]).result(timeout=60)
+            predictions = pool.submit(on_sim.denoise_steps, states[1:] * 2).result(timeout=60)
+        finally:
+            stream.release()
+    assert torch.equal(payload.cpu(), expected)
+    assert torch.equal(predictions[0].cpu(), predictions[1].cpu())
 
 
 @pytest.mark.parametrize("output_type", ["uint8", "float"])

@@ -43,8 +43,12 @@ _RESERVED: Final = frozenset(
 )
 
 
-def load_pretrained(pipeline_class: type[PipelineT], config: PipelineConfig) -> PipelineT:
+def load_pretrained(
+    pipeline_class: type[PipelineT], config: PipelineConfig, **components: Any
+) -> PipelineT:
     """Load a diffusers pipeline from ``config.model`` onto the device; never from the network.
+
+    ``components`` take the place of what the folder has under their names.
 
     Raises:
         ConfigError: There is no folder, or ``config.options`` holds something.
@@ -56,7 +60,7 @@ def load_pretrained(pipeline_class: type[PipelineT], config: PipelineConfig) -> 
         raise ConfigError("pipeline_options", dict(config.options), f"nothing for {name}")
     with quiet_progress_bars():
         pipeline: Any = pipeline_class.from_pretrained(  # type: ignore[attr-defined]
-            config.model, dtype=config.dtype, local_files_only=True
+            config.model, dtype=config.dtype, local_files_only=True, **components
         )
         pipeline.to(config.device)
     pipeline.set_progress_bar_config(disable=True)
@@ -103,3 +107,12 @@ def named_arguments(call: Callable[..., Any], request: DiffusionRequest) -> dict
             continue
         raise InvalidRequestError(f"Argument {name!r} {why}.", request_id=request.request_id)
     return {**inputs, **extra}
+
+
+def with_signature_defaults(
+    call: Callable[..., Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Add to ``arguments`` what ``call`` would take for those that are left out."""
+    bound = inspect.signature(call).bind_partial(**arguments)
+    bound.apply_defaults()
+    return bound.arguments

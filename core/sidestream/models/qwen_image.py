@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
+from sidestream.models.qwen_image_steps import QwenImageState, QwenImageSteps
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from sidestream.config import PipelineConfig
     from sidestream.models.pipeline import StepHook
@@ -52,6 +53,7 @@ class QwenImage:
         self.defaults = dict(defaults or {})
         #: Called after each denoising step with the number of steps done; may raise.
         self.on_step: StepHook | None = None
+        self._steps = QwenImageSteps(pipeline)
         # The library moves these two to the device after the loop of every call: two waits for
         # the device, of which each would end the run-ahead.
         vae = pipeline.vae
@@ -82,14 +84,68 @@ class QwenImage:
         arguments = [named_arguments(self.pipeline.__call__, r) for r in requests]
         if len(requests) > 1 and any(arguments):
             return [
-                self._sample([request.prompt], [own], named)[0]
+                self._sample([request], [own], named)[0]
                 for request, own, named in zip(requests, params, arguments, strict=True)
             ]
-        return self._sample([r.prompt for r in requests], params, arguments[0])
+        return self._sample(requests, params, arguments[0])
+
+    def prepare_encode(self, request: DiffusionRequest) -> QwenImageState:
+        """Encode the prompt, draw the noise, set the timesteps.
+
+        Raises:
+            InvalidRequestError: As :meth:`forward`.
+        """
+        params = request.sampling_params.with_defaults(self.defaults)
+        self._check([request], [params])
+        named = named_arguments(self.pipeline.__call__, request)
+        call = self._call([request], [params], named)
+        return self._steps.prepare(request, params, call, is_special=bool(named))
+
+    def share_key(self, state: QwenImageState) -> Hashable | None:
+        """Let states of one size, guided or not, share a forward at whatever step each is."""
+        return self._steps.share_key(state)
+
+    def denoise_step(self, state: QwenImageState) -> Tensor:
+        """Predict the noise of the state's next step."""
+        return self.denoise_steps([state])[0]
+
+    def denoise_steps(self, states: Sequence[QwenImageState]) -> list[Tensor]:
+        """Predict the noise of each state's next step, in one forward."""
+        return self._steps.denoise(states)
+
+    def step_scheduler(self, state: QwenImageState, noise_pred: Tensor) -> None:
+        """Advance the latents by one step."""
+        self._steps.advance(state, noise_pred)
+
+    def post_decode(self, state: QwenImageState) -> Tensor:
+        """Decode the latents, or give them as they are if they were asked for."""
+        return self._finish(state.latents, state.params)
 
     def _sample(
-        self, prompts: list[str], params: list[SamplingParams], named: Mapping[str, Any]
+        self,
+        requests: Sequence[DiffusionRequest],
+        params: Sequence[SamplingParams],
+        named: Mapping[str, Any],
     ) -> list[Tensor]:
+        call = self._call(requests, params, named)
+        if self.on_step is not None:
+            call["callback_on_step_end"] = self._step_ended
+        latents = self.pipeline(
+            **call,
+            # The library's own decoding waits for the device; ours follows.
+            output_type="latent",
+            return_dict=False,
+        )[0]
+        outputs = self._finish(latents, params[0])
+        return list(torch.split(outputs, params[0].num_outputs_per_prompt or 1))
+
+    def _call(
+        self,
+        requests: Sequence[DiffusionRequest],
+        params: Sequence[SamplingParams],
+        named: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Say the requests in arguments of the library's pipeline."""
         first = params[0]
         call: dict[str, Any] = {
             argument: getattr(first, name)
@@ -98,20 +154,14 @@ class QwenImage:
         }
         call.update(named)
         if "prompt_embeds" not in named:
-            call["prompt"] = prompts
+            call["prompt"] = [request.prompt for request in requests]
         if first.negative_prompt is not None and "negative_prompt_embeds" not in named:
-            call["negative_prompt"] = [p.negative_prompt for p in params]
-        if self.on_step is not None:
-            call["callback_on_step_end"] = self._step_ended
-        latents = self.pipeline(
-            **call,
-            generator=[g for p in params for g in generators(p)],
-            # The library's own decoding waits for the device; ours follows.
-            output_type="latent",
-            return_dict=False,
-        )[0]
-        output = latents if first.output_type == "latent" else self._decode(latents, first)
-        return list(output.split(first.num_outputs_per_prompt or 1))
+            call["negative_prompt"] = [own.negative_prompt for own in params]
+        call["generator"] = [generator for own in params for generator in generators(own)]
+        return call
+
+    def _finish(self, latents: Tensor, params: SamplingParams) -> Tensor:
+        return latents if params.output_type == "latent" else self._decode(latents, params)
 
     def _decode(self, latents: Tensor, params: SamplingParams) -> Tensor:
         # The end of QwenImagePipeline.__call__, with the two tensors that are there already.
