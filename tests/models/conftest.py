@@ -50,6 +50,11 @@ def qwen_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hunyuan_folder(tmp_path_factory) -> Path:
+    return make_checkpoint("hunyuan-image-3", tmp_path_factory.mktemp("hunyuan") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
 def loaded_adapter(qwen_folder, on_cpu):
     return QwenImage.load(on_cpu(qwen_folder))
 

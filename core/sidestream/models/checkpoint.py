@@ -95,7 +95,17 @@ def _make_qwen_image(folder: Path, seed: int) -> None:
     save_checkpoint(pipeline, folder, _QWEN_IMAGE_DEFAULTS)
 
 
-_KINDS: Final[Mapping[str, Callable[[Path, int], None]]] = {"qwen-image": _make_qwen_image}
+def _make_hunyuan_image_3(folder: Path, seed: int) -> None:
+    from sidestream.models.hunyuan_image3_checkpoint import DEFAULTS, build_hunyuan_image_3
+
+    pipeline = build_hunyuan_image_3(_build_tokenizer(()), seed=seed)
+    save_checkpoint(pipeline, folder, DEFAULTS)
+
+
+_KINDS: Final[Mapping[str, Callable[[Path, int], None]]] = {
+    "qwen-image": _make_qwen_image,
+    "hunyuan-image-3": _make_hunyuan_image_3,
+}
 
 
 def build_qwen_image(

@@ -97,9 +97,19 @@ def _output_to_images(output: Any) -> list[Image]:
     return list(_images_in(output))
 
 
+def get_hunyuan_image3_post_process_func() -> PostProcess:
+    """Give HunyuanImage-3.0's halves: its pipelines end with the decoder's tensor.
+
+    The released model's own code would make PIL images in the forward, and wait for the device.
+    """
+    return PostProcess(device=decoded_to_output, host=_output_to_images)
+
+
 #: By the name of a pipeline's class, or by what its attribute ``post_process`` says.
 _DIFFUSION_POST_PROCESS_FUNCS: dict[str, PostProcess] = {
     "QwenImagePipeline": PostProcess(device=decoded_to_output, host=_output_to_images),
+    "HunyuanImage3Pipeline": get_hunyuan_image3_post_process_func(),
+    "HunyuanImage3ForCausalMM": get_hunyuan_image3_post_process_func(),
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: Adapters by the ``_class_name`` of a diffusers folder's ``model_index.json``.
 _ADAPTERS: Final[Mapping[str, str]] = {
     "QwenImagePipeline": "sidestream.models.qwen_image:QwenImage",
+    "HunyuanImage3Pipeline": "sidestream.models.hunyuan_image3:HunyuanImage3",
 }
 #: Checkpoints that come with the package: each is a folder of that name in it.
 _BUILT_IN: Final = ("digits",)
