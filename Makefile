@@ -8,10 +8,10 @@ READY := $(VENV)/.installed
 TESTED := core plugins tests examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak lint types format package constraints clean
+.PHONY: help venv demo test soak lint types format package check-extras constraints clean
 
 help: ## say what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(READY): pyproject.toml constraints.txt scripts/bootstrap.py
 	$(PYTHON) scripts/bootstrap.py $(VENV)
@@ -46,6 +46,9 @@ format: $(READY) ## mend what ruff can mend
 package: $(READY) ## build sdist and wheel into dist/ and check the wheel
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/check-wheel-contents dist/*.whl
+
+check-extras: $(READY) ## resolve every extra against the package index, installing nothing
+	$(BIN)/python scripts/check_extras.py
 
 constraints: $(READY) ## write the versions of .venv into constraints.txt
 	sed '/^[^#]/d' constraints.txt > $(VENV)/constraints

@@ -13,7 +13,7 @@ from sidestream.errors import (
     PluginContractError,
     SidestreamError,
 )
-from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, SideStream
+from sidestream.platforms.device import DeviceEvent, DeviceFault, HostPin, Probe, SideStream
 from sidestream.platforms.plugin import ask_probe, load_hooks
 from sidestream.platforms.registry import NOOP_NAME, PlatformRegistry
 
@@ -212,11 +212,11 @@ def load_plugin(name: str, reference: str) -> Platform:
     """
     manager = load_hooks(name, reference)
     probe = ask_probe(name, manager)
-    _import_torch(name)
+    _import_torch(probe)
     return Platform(name, probe.device_type, reference, manager)
 
 
-def _import_torch(name: str) -> None:
+def _import_torch(probe: Probe) -> None:
     """Import torch without the vendor packages that would load themselves along with it.
 
     One broken vendor package would make ``import torch`` raise, or abort the process, also for
@@ -232,10 +232,16 @@ def _import_torch(name: str) -> None:
         if error.name != "torch":
             raise
         raise MissingDependencyError(
-            "torch", f"platform {name!r}", f'pip install "sidestream[{name}]"'
+            "torch", f"platform {probe.name!r}", _install_line(probe)
         ) from error
     finally:
         if before is None:
             del os.environ[_AUTOLOAD_VARIABLE]
         else:
             os.environ[_AUTOLOAD_VARIABLE] = before
+
+
+def _install_line(probe: Probe) -> str:
+    """Give the line that brings the platform's torch: most vendors' is not on PyPI."""
+    start = probe.reason.find("pip install ")
+    return 'pip install "sidestream[cpu]"' if start < 0 else probe.reason[start:]
