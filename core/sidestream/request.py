@@ -128,6 +128,8 @@ class OutputTimings:
     forward_ended_at: float | None = None
     copy_started_at: float | None = None
     copy_ended_at: float | None = None
+    #: Seconds of the copy in which its worker ran a later forward; None where nobody could tell.
+    copy_hidden_s: float | None = None
     #: The pump had the message.
     ready_at: float | None = None
     #: Bytes that were moved for this output.
@@ -144,6 +146,13 @@ class OutputTimings:
     def copy_s(self) -> float | None:
         """Give the duration of the copy to the host in seconds."""
         return _span(self.copy_started_at, self.copy_ended_at)
+
+    @property
+    def copy_hidden_share(self) -> float | None:
+        """Give the share of the copy in which a later forward ran, 0 to 1."""
+        if not self.copy_s or self.copy_hidden_s is None:
+            return None
+        return min(1.0, self.copy_hidden_s / self.copy_s)
 
     @property
     def queued_s(self) -> float | None:

@@ -57,5 +57,6 @@ def _spans(output: DiffusionOutput) -> Iterator[dict[str, Any]]:
                 "output": output.async_output_id,
                 "nbytes": timings.nbytes,
                 "carrier": timings.carrier,
+                "copy_hidden_share": timings.copy_hidden_share,
             },
         }

@@ -26,6 +26,9 @@ def test_a_trace_has_a_span_for_each_stage_of_each_output(engines, tmp_path):
         assert [lanes[e["tid"]] for e in own] == list(lanes.values())
         (copy,) = [e for e in own if lanes[e["tid"]] == "copy"]
         assert copy["args"]["nbytes"] == output.output.nbytes
+        share = output.timings.copy_hidden_share
+        assert copy["args"]["copy_hidden_share"] == share
+        assert 0.0 <= share <= 1.0
         assert copy["ts"] == pytest.approx(output.timings.copy_started_at * 1e6)
 
 

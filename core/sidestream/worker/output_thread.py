@@ -33,6 +33,7 @@ from sidestream.request import OutputTimings
 from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import Packed, pack
 from sidestream.worker.device_clock import DeviceClock
+from sidestream.worker.forwards import Forward, ForwardLog, shared_s
 from sidestream.worker.sink import Destination, OutputLabel, OutputSink
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class OutputJob:
     packed: Packed
     #: The forward's end on its stream; None: the device was synchronized instead.
     event: DeviceEvent | None = None
-    started: DeviceEvent | None = None
+    #: Which forward made it, where that is known.
+    forward: Forward | None = None
     timings: OutputTimings = field(default_factory=OutputTimings)
     #: Called when the device memory is free again, whatever happened.
     on_done: Callable[[], None] | None = None
@@ -80,12 +82,14 @@ class OutputTransfer:
         *,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
         given_up: GivenUp | None = None,
+        forwards: ForwardLog | None = None,
     ) -> None:
         self.platform = platform
         self.device = device
         self.sink = sink
         self._on_device_lost = on_device_lost
         self._given_up = given_up
+        self._forwards = forwards
         # Guards _has_warned: the forward's thread and the one that copies may fail at once.
         self._warning = threading.Lock()
         self._has_warned = False
@@ -106,7 +110,7 @@ class OutputTransfer:
         tree: Any,
         *,
         private: bool,
-        started: DeviceEvent | None = None,
+        forward: Forward | None = None,
         timings: OutputTimings | None = None,
     ) -> OutputJob:
         """Take a payload apart and record the end of its forward, on the caller's stream.
@@ -118,10 +122,12 @@ class OutputTransfer:
         packed = pack(tree)
         packed.make_private(clone_device=not private)
         job = OutputJob(
-            label=label, packed=packed, started=started, timings=timings or OutputTimings()
+            label=label, packed=packed, forward=forward, timings=timings or OutputTimings()
         )
         if packed.has_device_leaves:
             job.event = self.record()
+            if forward is not None:
+                forward.ended = job.event
         return job
 
     def record(self) -> DeviceEvent | None:
@@ -176,7 +182,7 @@ class OutputTransfer:
     def _bring_out(self, job: OutputJob, stream: SideStream | None) -> Any:
         packed = job.packed
         if not packed.has_device_leaves and packed.nbytes <= self.sink.inline_bytes:
-            timings = _host_times(job.timings, time.monotonic(), packed.leaf_nbytes)
+            timings = self._host_times(job, time.monotonic())
             return self.sink.publish(job.label, packed, None, timings)
         destination = self.sink.allocate(packed.nbytes)
         try:
@@ -196,7 +202,7 @@ class OutputTransfer:
         started_at = time.monotonic()
         if not job.packed.has_device_leaves:
             job.packed.write(destination.buffer)
-            return _host_times(job.timings, started_at, job.packed.leaf_nbytes)
+            return self._host_times(job, started_at)
         if stream is not None and job.event is not None:
             try:
                 stream.wait_event(job.event)
@@ -209,6 +215,21 @@ class OutputTransfer:
         self._await(ended)
         return self._device_times(job, begun, ended, started_at)
 
+    def _host_times(self, job: OutputJob, started_at: float) -> OutputTimings:
+        ended_at = time.monotonic()
+        hidden_s = None
+        if self._forwards is not None and job.forward is not None:
+            later = self._forwards.after(job.forward)
+            spans = ((forward.started_at, forward.ended_at) for forward in later)
+            hidden_s = shared_s(started_at, ended_at, spans)
+        return replace(
+            job.timings,
+            copy_started_at=started_at,
+            copy_ended_at=ended_at,
+            copy_hidden_s=hidden_s,
+            nbytes=job.packed.leaf_nbytes,
+        )
+
     def _device_times(
         self,
         job: OutputJob,
@@ -216,15 +237,32 @@ class OutputTransfer:
         ended: DeviceEvent | None,
         started_at: float,
     ) -> OutputTimings:
-        timings = _host_times(job.timings, started_at, job.packed.leaf_nbytes)
+        # The host can't tell when the copy began, so it can't tell what ran beside it.
+        timings = replace(self._host_times(job, started_at), copy_hidden_s=None)
         if ended is None:
             return timings
-        placed = self._clock.place(ended, begun, job.event, job.started)
-        names = ("copy_ended_at", "copy_started_at", "forward_ended_at", "forward_started_at")
-        known: dict[str, Any] = {
-            name: at for name, at in zip(names, placed, strict=True) if at is not None
+        own = job.forward
+        later = [] if self._forwards is None or own is None else self._forwards.after(own)
+        edges = [_reached(event) for each in later for event in (each.started, each.ended)]
+        known = (begun, job.event, None if own is None else own.started)
+        copy_ended_at, *placed = self._clock.place(ended, *edges, *known)
+        *edges_at, copy_started_at, forward_ended_at, forward_started_at = placed
+        times = {
+            "copy_ended_at": copy_ended_at,
+            "copy_started_at": copy_started_at,
+            "forward_ended_at": forward_ended_at,
+            "forward_started_at": forward_started_at,
         }
-        return replace(timings, **known)
+        timings = replace(timings, **{name: at for name, at in times.items() if at is not None})
+        if (
+            self._forwards is None
+            or own is None
+            or copy_started_at is None
+            or copy_ended_at is None
+        ):
+            return timings
+        spans = map(Forward.place, later, edges_at[::2], edges_at[1::2])
+        return replace(timings, copy_hidden_s=shared_s(copy_started_at, copy_ended_at, spans))
 
     def _await(self, event: DeviceEvent | None) -> None:
         # None: record() has synchronized the device, so the copy is done.
@@ -306,10 +344,16 @@ class AsyncOutputThread:
         priority: int = 0,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
         given_up: GivenUp | None = None,
+        forwards: ForwardLog | None = None,
     ) -> None:
         self.device = platform.device() if device is None else device
         self.transfer = OutputTransfer(
-            platform, self.device, sink, on_device_lost=on_device_lost, given_up=given_up
+            platform,
+            self.device,
+            sink,
+            on_device_lost=on_device_lost,
+            given_up=given_up,
+            forwards=forwards,
         )
         self._priority = priority
         # SimpleQueue is a C queue: a put wakes the thread without a Python-level lock.
@@ -356,7 +400,10 @@ class AsyncOutputThread:
         label = OutputLabel(
             output_id=output_id, rpc_id=rpc_id, attempt=attempt, post_process=post_process
         )
-        job = self.transfer.prepare(label, tree, private=private, started=started, timings=timings)
+        forward = None
+        if started is not None:
+            forward = Forward(started=started, started_at=time.monotonic())
+        job = self.transfer.prepare(label, tree, private=private, forward=forward, timings=timings)
         job.on_done = on_done
         return self.hand_over(job)
 
@@ -454,7 +501,10 @@ def transfer_error(label: OutputLabel, error: BaseException) -> OutputTransferEr
     return reason
 
 
-def _host_times(timings: OutputTimings, started_at: float, nbytes: int) -> OutputTimings:
-    return replace(
-        timings, copy_started_at=started_at, copy_ended_at=time.monotonic(), nbytes=nbytes
-    )
+def _reached(event: DeviceEvent | None) -> DeviceEvent | None:
+    """Give an event back if its device has passed it."""
+    try:
+        return event if event is not None and event.query() else None
+    except Exception as error:  # noqa: BLE001 - boundary: a vendor's event; only times need it
+        logger.debug("An event could not be asked: %s", error)
+        return None

@@ -50,6 +50,7 @@ from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import unpack_bytes
 from sidestream.worker.aborts import Aborts
+from sidestream.worker.forwards import Forward, ForwardLog
 from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
 from sidestream.worker.place import Place, Places
@@ -128,6 +129,7 @@ class Worker:
         self._aborts = Aborts(control, self._answer_aborted)
         self.output_thread: AsyncOutputThread | None = None
         self._running: RunningForward | None = None
+        self._forwards = ForwardLog()
         # Guards the count of outputs, which both threads raise.
         self._counting = threading.Lock()
 
@@ -158,7 +160,11 @@ class Worker:
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
         sink = self._port.make_sink(self.platform, self.device)
-        hooks: Any = {"on_device_lost": self._port.device_lost, "given_up": self._aborts.reason}
+        hooks: Any = {
+            "on_device_lost": self._port.device_lost,
+            "given_up": self._aborts.reason,
+            "forwards": self._forwards,
+        }
         if self.settings.async_output and self.platform.is_asynchronous:
             self.output_thread = AsyncOutputThread(
                 self.platform, sink, device=self.device, **hooks
@@ -223,9 +229,9 @@ class Worker:
             return
         place = Place(len(command.output_ids), self._places, self._count_output)
         numbers = [number_of(output_id) for output_id in command.output_ids]
+        forward: Forward | None = None
         try:
-            started_at = time.monotonic()
-            started = self._started_event()
+            forward = self._forwards.begin(self._started_event())
             requests = [_decode_request(data) for data in command.requests]
             self._running = RunningForward(command.rpc_id, numbers, requests)
             self._control.running = command.rpc_id
@@ -234,6 +240,8 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
             running, self._running = self._running, None
             place.give_back()
+            if forward is not None:
+                forward.end()
             if running is not None and running.stopped_at is not None:
                 detach_frames(error)  # before the answer: they hold the forward's tensors
                 self._aborts.answer_stopped(command, running.stopped_at)
@@ -243,7 +251,7 @@ class Worker:
             return
         self._running = None
         self._send_computed(command)
-        timings = OutputTimings(forward_started_at=started_at, forward_ended_at=ended_at)
+        timings = OutputTimings(forward_started_at=forward.started_at, forward_ended_at=ended_at)
         for index in range(len(payloads)):
             label = OutputLabel(
                 output_id=command.output_ids[index],
@@ -258,13 +266,14 @@ class Worker:
                 self._transfer.publish_error(label, gone)
                 continue
             # Popped, so that nothing here keeps what the output thread lets go of.
-            self._hand_over(label, payloads.pop(0), started, timings, place)
+            self._hand_over(label, payloads.pop(0), forward, timings, place)
+        forward.end()
 
     def _hand_over(
         self,
         label: OutputLabel,
         payload: Payload,
-        started: DeviceEvent | None,
+        forward: Forward,
         timings: OutputTimings,
         place: Place,
     ) -> None:
@@ -274,7 +283,7 @@ class Worker:
             return
         try:
             job = self._transfer.prepare(
-                label, payload.tree, private=payload.is_private, started=started, timings=timings
+                label, payload.tree, private=payload.is_private, forward=forward, timings=timings
             )
         except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on
             place.output_done()

@@ -1,0 +1,75 @@
+"""When forwards ran, for the outputs whose copies ran beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from sidestream.platforms.device import DeviceEvent
+
+#: How many forwards are remembered. Places bound how many make an output during a copy; those that
+#: fail or are given up take none.
+_KEPT: Final = 64
+
+
+@dataclass(kw_only=True, eq=False)
+class Forward:
+    """One forward from its first kernel to its last.
+
+    The thread that runs it writes, the one that copies reads. ``started`` and ``ended`` are events
+    on its stream, None where there are none. ``started_at`` and ``ended_at`` are the host's times,
+    the second from when its thread has nothing more to do for it.
+    """
+
+    number: int = 0
+    started: DeviceEvent | None = None
+    started_at: float
+    ended: DeviceEvent | None = None
+    ended_at: float | None = None
+
+    def end(self) -> None:
+        """Note that its thread is done with it."""
+        self.ended_at = time.monotonic()
+
+    def place(
+        self, started_at: float | None, ended_at: float | None
+    ) -> tuple[float | None, float | None]:
+        """Give its span by what is known of its events' times, else by the host's."""
+        return (
+            self.started_at if self.started is None else started_at,
+            self.ended_at if self.ended is None else ended_at,
+        )
+
+
+class ForwardLog:
+    """The latest forwards of one worker; one thread begins them, any thread looks."""
+
+    def __init__(self) -> None:
+        # Replaced and never changed, so that nobody needs a lock to read it.
+        self._latest: tuple[Forward, ...] = ()
+
+    def begin(self, started: DeviceEvent | None) -> Forward:
+        """Enter a forward that begins now."""
+        number = self._latest[-1].number + 1 if self._latest else 1
+        forward = Forward(number=number, started=started, started_at=time.monotonic())
+        self._latest = (*self._latest[1 - _KEPT :], forward)
+        return forward
+
+    def after(self, forward: Forward) -> list[Forward]:
+        """List the forwards that began after one."""
+        return [later for later in self._latest if later.number > forward.number]
+
+
+def shared_s(start: float, end: float, spans: Iterable[tuple[float | None, float | None]]) -> float:
+    """Give the seconds between ``start`` and ``end`` that lie in one of ``spans``.
+
+    Spans follow each other. One without a start has not begun, one without an end still runs.
+    """
+    shared = sum(
+        max(0.0, min(end, end if last is None else last) - max(start, first))
+        for first, last in spans
+        if first is not None
+    )
+    return min(shared, max(0.0, end - start))
