@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from sidestream.errors import WorkerStartError as WorkerStartError
     from sidestream.executor.health import GroupHealth as GroupHealth
     from sidestream.executor.health import Health as Health
-    from sidestream.executor.pump import ResultChannel as ResultChannel
     from sidestream.executor.pump import ResultPumpThread as ResultPumpThread
+    from sidestream.executor.result_channel import ResultChannel as ResultChannel
     from sidestream.handle import RequestHandle as RequestHandle
     from sidestream.models.pipeline import Pipeline as Pipeline
     from sidestream.models.step import StepPipeline as StepPipeline
@@ -88,7 +88,7 @@ _HOMES: Final = {
     "SlotSink": "sidestream.worker.sink",
     "OutputSink": "sidestream.worker.sink",
     "ResultPumpThread": "sidestream.executor.pump",
-    "ResultChannel": "sidestream.executor.pump",
+    "ResultChannel": "sidestream.executor.result_channel",
     "Platform": "sidestream.platforms.platform",
     "load_platform": "sidestream.platforms.platform",
     "to_host": "sidestream.worker.to_host",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from sidestream.errors import ConfigError, WorkerStartError
-from sidestream.executor.pump import ResultChannel
+from sidestream.executor.result_channel import ResultChannel
 from sidestream.transport.channel import Frame
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import describe_error

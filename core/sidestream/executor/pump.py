@@ -1,8 +1,8 @@
-"""The thread that moves messages between this process and its workers.
+"""What moves messages between this process and its workers, and the thread that does it.
 
-It is the sole reader of the result channels and the only one that writes to workers: one selector
-over sockets, process descriptors and an eventfd. It never blocks, decodes no trees, and runs no
-user's code.
+The pump is the sole reader of the result channels and the only one that writes to workers: one
+selector over sockets, process descriptors and an eventfd. It never blocks, decodes no trees, and
+runs no user's code.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import logging
 import os
 import selectors
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from sidestream.errors import InternalError
-from sidestream.transport.channel import Channel, ChannelClosed, Frame, channel_pair
+from sidestream.executor.result_channel import ResultChannel as ResultChannel
+from sidestream.executor.result_channel import WorkerEnds as WorkerEnds
+from sidestream.transport.channel import ChannelClosed, Frame
 from sidestream.transport.envelope import ARENA_DROPPED, Delivery, FrameDelivery
-from sidestream.transport.lease import ArenaMap
 
 logger = logging.getLogger(__name__)
 
@@ -27,71 +29,13 @@ _READ: Final = selectors.EVENT_READ
 _WRITE: Final = selectors.EVENT_WRITE
 
 
-class WorkerEnds:
-    """A worker's ends of its two channels; picklable by ``multiprocessing`` while it spawns."""
-
-    def __init__(self, messages: Channel, releases: Channel) -> None:
-        self.messages = messages
-        self.releases = releases
-
-    def close(self) -> None:
-        """Close them in this process, once the worker has them."""
-        self.messages.close()
-        self.releases.close()
-
-
-class ResultChannel:
-    """This process's ends: envelopes in, commands and lease releases out, and its mapped arenas."""
-
-    def __init__(self, messages: Channel, releases: Channel) -> None:
-        self.messages = messages
-        self.releases = releases
-        self.released_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            self.arenas = ArenaMap(self.released_fd)
-        except BaseException:
-            os.close(self.released_fd)
-            raise
-        self.outbox: deque[Frame] = deque()
-        self.release_outbox: deque[bytes] = deque()
-        self.is_open = True
-
-    @classmethod
-    def pair(cls) -> tuple[ResultChannel, WorkerEnds]:
-        """Make both sides of one worker's connection."""
-        with contextlib.ExitStack() as undo:
-            messages, worker_messages = channel_pair()
-            undo.callback(messages.close)
-            undo.callback(worker_messages.close)
-            releases, worker_releases = channel_pair()
-            undo.callback(releases.close)
-            undo.callback(worker_releases.close)
-            messages.set_blocking(False)
-            releases.set_blocking(False)
-            worker_releases.set_blocking(False)
-            pair = cls(messages, releases), WorkerEnds(worker_messages, worker_releases)
-            undo.pop_all()
-            return pair
-
-    def close(self) -> None:
-        """Close the sockets; outputs that were delivered stay valid."""
-        if self.is_open:
-            self.is_open = False
-            self.messages.close()
-            self.releases.close()
-            self.arenas.close()
-            # It keeps a duplicate of released_fd, which only leases that live still need.
-            del self.arenas
-            os.close(self.released_fd)
-
-
-class ResultPumpThread:
-    """Reads envelopes from workers and writes commands and releases to them; a daemon thread.
+class ResultPump(ABC):
+    """Reads envelopes from workers and writes commands and releases to them.
 
     ``on_message(channel, delivery)``, ``on_closed(channel, reason)`` and
-    ``on_unsent(channel, frame, error)`` (no memory for a large body) run on this thread and must
-    neither block nor raise; ``on_failed(error)`` is its last act if one does. ``reason`` is a
-    ``ChannelClosed``, or why a message could not be handled. States: new, running, stopped.
+    ``on_unsent(channel, frame, error)`` (no memory for a large body) run on the thread that reads
+    and must neither block nor raise; ``on_failed(error)`` is the last act if one does. ``reason``
+    is a ``ChannelClosed``, or why a message could not be handled. States: new, running, stopped.
     """
 
     def __init__(
@@ -116,24 +60,30 @@ class ResultPumpThread:
         # deque appends are atomic: any thread posts, the pump takes.
         self._posted: deque[Callable[[], None]] = deque()
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="sidestream-pump", daemon=True)
         for channel in channels:
             self._add(channel)
 
     # --- any thread ---------------------------------------------------------------------------
 
-    def start(self) -> ResultPumpThread:
-        """Start the thread."""
-        self._thread.start()
-        return self
+    @abstractmethod
+    def start(self) -> ResultPump:
+        """Begin to read."""
 
+    @abstractmethod
     def is_current(self) -> bool:
-        """Tell whether the caller is the pump."""
-        return threading.current_thread() is self._thread
+        """Tell whether the caller is the one that reads."""
 
+    @abstractmethod
     def is_alive(self) -> bool:
-        """Tell whether the thread runs."""
-        return self._thread.is_alive()
+        """Tell whether it was started and not stopped."""
+
+    @abstractmethod
+    def attend(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Read until ``is_done`` or time is out, where those who wait have to; tells whether so."""
+
+    @abstractmethod
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End it after what was posted; False if it is not over then. Idempotent."""
 
     def send(self, channel: ResultChannel, frame: Frame) -> None:
         """Queue a frame for a worker; never blocks. A closed channel drops it."""
@@ -147,18 +97,6 @@ class ResultPumpThread:
         """Call ``callback`` on the pump, once, when ``fd`` becomes readable."""
         self._post(lambda: self._watch(fd, callback))
 
-    def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread after what was posted; False if it still runs then. Idempotent."""
-        if self._thread.ident is None:
-            self._close()
-            return True
-        if self._thread.is_alive():
-            self._is_stopping = True
-            self._wake()
-            if not self.is_current():
-                self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     # --- the pump -----------------------------------------------------------------------------
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -171,18 +109,19 @@ class ResultPumpThread:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _run(self) -> None:
-        try:
-            while not (self._is_stopping and not self._posted):
-                for key, mask in self._selector.select():
-                    key.data(mask)
-        except BaseException as error:
-            # The boundary of this thread: whoever waits for its messages has to hear of it.
-            logger.critical("The result pump ended by an error.", exc_info=True)
-            if self._on_failed is not None:
-                self._on_failed(error)
-        finally:
-            self._close()
+    def _round(self, timeout_s: float | None) -> None:
+        for key, mask in self._selector.select(timeout_s):
+            key.data(mask)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopping and not self._posted
+
+    def _fail(self, error: BaseException) -> None:
+        # The boundary of whoever reads: those who wait for messages have to hear of it.
+        logger.critical("The result pump ended by an error.", exc_info=error)
+        if self._on_failed is not None:
+            self._on_failed(error)
 
     def _close(self) -> None:
         with self._waking:
@@ -215,7 +154,7 @@ class ResultPumpThread:
 
     def remove(self, channel: ResultChannel) -> None:
         """Read what is left of a channel, then let go of it; only on the pump itself."""
-        if not self.is_current() and self._thread.is_alive():
+        if not self.is_current() and self.is_alive():
             raise InternalError("A channel was removed outside the pump.")
         self._read(channel)
         if channel.is_open:
@@ -310,3 +249,63 @@ class ResultPumpThread:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
         channel.close()
+
+
+class ResultPumpThread(ResultPump):
+    """A pump on a daemon thread of its own."""
+
+    def __init__(
+        self,
+        channels: Iterable[ResultChannel],
+        on_message: Callable[[ResultChannel, Delivery], None],
+        *,
+        on_closed: Callable[[ResultChannel, Exception], None] | None = None,
+        on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
+        on_failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        super().__init__(
+            channels,
+            on_message,
+            on_closed=on_closed,
+            on_unsent=on_unsent,
+            on_failed=on_failed,
+        )
+        self._thread = threading.Thread(target=self._run, name="sidestream-pump", daemon=True)
+
+    def start(self) -> ResultPumpThread:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def is_current(self) -> bool:
+        """Tell whether the caller is the pump."""
+        return threading.current_thread() is self._thread
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs."""
+        return self._thread.is_alive()
+
+    def attend(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Leave the reading to the thread."""
+        return False
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after what was posted; False if it still runs then. Idempotent."""
+        if self._thread.ident is None:
+            self._close()
+            return True
+        if self._thread.is_alive():
+            self._is_stopping = True
+            self._wake()
+            if not self.is_current():
+                self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._round(None)
+        except BaseException as error:  # noqa: BLE001 - boundary: this thread
+            self._fail(error)
+        finally:
+            self._close()
