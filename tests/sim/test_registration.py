@@ -9,28 +9,46 @@ import pytest
 
 from sidestream.platforms.registry import PlatformRegistry
 
-FIRST_USE_AND_EXIT = """
+REFUSALS_THEN_FIRST_USE_AND_EXIT = """
     import json, os, sys
     import torch
+    import torch.utils.backend_registration as registration
+    from sidestream.errors import SidestreamError
     from sidestream.testing import sim
 
-    said = {"name before": torch._C._get_privateuse1_backend_name()}
+    def in_child(do):
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            try:
+                do()
+            except (SidestreamError, sim.SimDeviceError) as error:
+                os.write(theirs, f"{type(error).__name__}: {error}".encode())
+            sys.exit()
+        os.wait()
+        os.close(theirs)
+        return os.read(ours, 1000).decode()
+
+    def with_an_old_torch():
+        del registration._setup_privateuseone_for_python_backend
+        sim.device()
+
+    def beside_another_type():
+        torch.utils.rename_privateuse1_backend("npu")
+        sim.device()
+
+    said = {
+        "old torch": in_child(with_an_old_torch),
+        "other type": in_child(beside_another_type),
+        "name before": torch._C._get_privateuse1_backend_name(),
+    }
     sim.set_device(torch.device("privateuseone", 1))
     said["current device"] = str(torch.empty(1, device="sim").device)
     device = sim.device()
     ones = torch.ones(4, device=device)
 
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            ones + 1
-        except sim.SimDeviceError as error:
-            os.write(theirs, str(error).encode())
-        sys.exit()
-    os.waitpid(child, 0)
-    said["forked child"] = os.read(ours, 1000).decode()
+    said["forked child"] = in_child(lambda: ones + 1)
     said["parent"] = (ones + 1).tolist()
+    said["imported"] = sorted({"sympy", "torch.distributed.tensor"} & set(sys.modules))
 
     side, stuck = sim.side_stream(device, 0), sim.side_stream(device, 0)
     sim.faults().next_event_never_fires = True
@@ -40,28 +58,6 @@ FIRST_USE_AND_EXIT = """
         ones.to("cpu", non_blocking=True)
     sim.default_stream().hold()
     ones + 1
-    print(json.dumps(said))
-"""
-REFUSALS = """
-    import json
-    import torch
-    import torch.utils.backend_registration as registration
-    from sidestream.errors import SidestreamError
-    from sidestream.testing import sim
-
-    said = {}
-    setup = registration._setup_privateuseone_for_python_backend
-    del registration._setup_privateuseone_for_python_backend
-    try:
-        sim.device()
-    except SidestreamError as error:
-        said["old torch"] = f"{type(error).__name__}: {error}"
-    registration._setup_privateuseone_for_python_backend = setup
-    torch.utils.rename_privateuse1_backend("npu")
-    try:
-        sim.device()
-    except SidestreamError as error:
-        said["other type"] = f"{type(error).__name__}: {error}"
     print(json.dumps(said))
 """
 
@@ -81,12 +77,7 @@ def run(script):
 
 @pytest.fixture(scope="module")
 def first_use():
-    return run(FIRST_USE_AND_EXIT)
-
-
-@pytest.fixture(scope="module")
-def refusals():
-    return run(REFUSALS)
+    return run(REFUSALS_THEN_FIRST_USE_AND_EXIT)
 
 
 def test_importing_the_plugin_and_probing_imports_no_torch():
@@ -110,6 +101,10 @@ def test_importing_registers_nothing_and_the_first_use_does(first_use):
     assert first_use["current device"] == "sim:1"
 
 
+def test_operators_import_no_more_of_torch_than_torch_does(first_use):
+    assert first_use["imported"] == []  # it would take each worker a second
+
+
 def test_a_forked_child_is_told_that_its_device_is_useless(first_use):
     assert "used before this process was forked" in first_use["forked child"]
     assert first_use["parent"] == [2.0] * 4
@@ -119,11 +114,11 @@ def test_a_process_ends_whatever_is_held_or_never_happens(first_use):
     assert first_use  # its script leaves three streams blocked; its exit code was 0
 
 
-def test_a_process_with_another_such_device_type_is_told_which(refusals):
-    assert "PlatformError" in refusals["other type"]
-    assert "this process has 'npu'" in refusals["other type"]
+def test_a_process_with_another_such_device_type_is_told_which(first_use):
+    assert "PlatformError" in first_use["other type"]
+    assert "this process has 'npu'" in first_use["other type"]
 
 
-def test_a_torch_without_python_backends_is_named_as_the_missing_part(refusals):
-    assert refusals["old torch"].startswith("MissingDependencyError")
-    assert "needs torch>=2.10" in refusals["old torch"]
+def test_a_torch_without_python_backends_is_named_as_the_missing_part(first_use):
+    assert first_use["old torch"].startswith("MissingDependencyError")
+    assert "needs torch>=2.10" in first_use["old torch"]

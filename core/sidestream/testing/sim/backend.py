@@ -15,6 +15,7 @@ import torch
 from sidestream.errors import MissingDependencyError, PlatformError
 from sidestream.testing.sim.device import DEVICE_COUNT, DEVICES, SimDevice, device_at
 from sidestream.testing.sim.event import PLATFORM
+from sidestream.testing.sim.operators import run
 from sidestream.testing.sim.stream import CURRENT, SimStream
 from sidestream.testing.sim.tensor import SimTensor, empty
 from sidestream.testing.sim.transfer import copy_
@@ -95,7 +96,7 @@ class _Registration:
         with self._lock:
             if not self._libraries:
                 _register_device_type()
-                libraries = _register_factories()
+                libraries = [*_register_factories(), *_register_rules()]
                 for device in DEVICES:
                     device.torch_device = torch.device(PLATFORM, device.index)
                     device.generator = torch.Generator()
@@ -157,6 +158,24 @@ def _register_factories() -> list[Any]:
     others = library("_", "IMPL")
     others.fallback(_make_on_host, "PrivateUse1")
     return [aten, others]
+
+
+def _register_rules() -> list[Any]:
+    """Take aten's operators before torch asks whether a tensor is a DTensor.
+
+    Asking imports torch.distributed.tensor and with it sympy: a second in every process. What has
+    no rule arrives in ``__torch_dispatch__`` all the same, only after that import. Gradients and
+    ``out=`` have none: they are half of the operators, and no pipeline calls them.
+    """
+    aten: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and not ("backward" in name or name.endswith("out")):
+            torch.library.register_torch_dispatch(name, SimTensor, _dispatch, lib=aten)
+    return [aten]
+
+
+def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return run(func, args, kwargs or {})
 
 
 def _empty(
