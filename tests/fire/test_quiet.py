@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
 import time
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,3 +166,119 @@ def test_dropped_handles_give_their_slots_back(start, eventually):
     assert eventually(lambda: engine.stats()["ready_bytes"] == 0)
     held = [engine.submit(request(seed=seed, size=64)).result(30) for seed in range(6)]
     assert {output.timings.carrier for output in held} == {"slot"}
+
+
+# --- under the numbers that were promised -------------------------------------------------------
+
+#: What 1 % of the requests does: fails in the forward, on its way out, and in the main process.
+FAULTS = [
+    (("raise", {"what": "setstate raises"}), sidestream.ExecutionError),
+    (("stubborn", {"kind": ValueError}), sidestream.OutputTransferError),
+    (("fragile", {"kind": ValueError, "also_at_home": True}), sidestream.OutputTransferError),
+    (("garbage", {"what": "one too many"}), sidestream.ExecutionError),
+]
+
+
+def rough_day(engine, count, rng):
+    """Make ``count`` requests; 10 % are given up somewhere on their way, 1 % fail."""
+    flying = deque()
+    fates = Counter()
+
+    def settle():
+        handle, seed, error, is_aborted = flying.popleft()
+        try:
+            output = handle.result(30)
+        except sidestream.RequestAbortedError:
+            assert is_aborted
+            fates["aborted"] += 1
+        except sidestream.RequestError as failure:
+            fates["failed" if type(failure) is error else "wrong"] += 1
+        else:
+            assert error is None
+            assert (output.output == seed % 4096).all()
+            fates["out"] += 1
+
+    for number in range(count):
+        (prompt, inputs), error = ("x", {}), None
+        if number % 100 == 50:
+            (prompt, inputs), error = FAULTS[number // 100 % len(FAULTS)]
+        size = 64 if number % 2 else 8
+        handle = engine.submit(request(prompt, seed=number, size=size, **inputs))
+        is_aborted = error is None and number % 10 == 3
+        if is_aborted:
+            if rng.random() < 0.5:
+                handle.compute_done.exception(30)
+            handle.abort(wait=rng.random() < 0.2, timeout_s=30)
+        flying.append((handle, number, error, is_aborted))
+        while len(flying) > 40:
+            settle()
+    while flying:
+        settle()
+    return fates
+
+
+@pytest.mark.parametrize(
+    ("platform", "executor", "count"),
+    [
+        ("cpu", "multiproc", 600),
+        pytest.param("cpu", "multiproc", 20_000, marks=[soak, pytest.mark.timeout(600)]),
+        pytest.param("sim", "multiproc", 20_000, marks=[soak, pytest.mark.timeout(600)]),
+        pytest.param("sim", "uniproc", 20_000, marks=[soak, pytest.mark.timeout(600)]),
+    ],
+)
+def test_requests_that_are_given_up_or_fail_all_resolve_and_leave_nothing_behind(
+    shared, eventually, platform, executor, count
+):
+    engine = shared("faults_pipes:Faulty", platform, executor)
+    rng = random.Random(count)
+    rough_day(engine, 400, rng)  # makes arenas, caches and threads
+    before, counted = stock(engine, eventually), engine.stats()
+    fates = rough_day(engine, count, rng)
+    after, stats = stock(engine, eventually), engine.stats()
+    for old, new in zip(before, after, strict=True):
+        assert new.descriptors == old.descriptors
+        assert new.threads <= old.threads
+        assert new.mappings <= old.mappings + SLACK_MAPPINGS
+        assert new.resident_bytes <= old.resident_bytes + SLACK_BYTES
+    assert fates.keys() == {"out", "aborted", "failed"}
+    assert fates["failed"] == count // 100
+    assert fates["aborted"] > count // 100
+    assert sum(fates.values()) == count == stats["submitted"] - counted["submitted"]
+    names = ("queued", "outputs", "forwards", "calls", "aborting", "ready_bytes")
+    assert {name: stats[name] for name in names} == dict.fromkeys(names, 0)
+
+
+def test_calls_and_fifty_requests_that_fly_get_their_own_answers(shared, eventually, tmp_path):
+    engine = shared("faults_pipes:Faulty")
+    call = engine.executor.collective_rpc
+    os.mkfifo(tmp_path / "gate")
+    first = engine.submit(request("gate", seed=0, gate=str(tmp_path / "gate")))
+    handles = [first, *(engine.submit(request(seed=seed)) for seed in range(1, 50))]
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(call, "echo", (f"call {number}",)) for number in range(200)]
+        assert eventually(lambda: engine.stats()["calls"] == 8)
+        stats = engine.stats()
+        assert (stats["outputs"], stats["calls"]) == (50, 8)
+        (tmp_path / "gate").write_bytes(b"go")
+        assert [answer.result(30) for answer in calls] == [[f"call {n}"] for n in range(200)]
+        outputs = [handle.result(30).output for handle in handles]
+    assert [int(output[0, 0, 0]) for output in outputs] == list(range(50))
+    assert engine.stats()["stale_messages"] == stats["stale_messages"]
+
+
+@soak
+@pytest.mark.timeout(300)
+def test_a_thousand_batches_of_tiny_members_pass_a_busy_main_thread(start):
+    engine = start("sidestream_pipes:Batching", max_batch_size=4)
+    count = 4_000
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(engine.generate, [request(seed=seed) for seed in range(count)])
+        spun = 0
+        while not outputs.done():
+            spun += sum(range(1000))
+    assert [int(output.output[0, 0, 0]) for output in outputs.result()] == list(range(count))
+    (batches,) = engine.executor.collective_rpc("seen")
+    assert sum(map(len, batches)) == count
+    assert len(batches) >= 1_000
+    assert any(len(batch) > 1 for batch in batches)
+    assert spun > 0
