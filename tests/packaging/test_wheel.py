@@ -1,4 +1,4 @@
-"""What is in the wheel: two packages, their data, and entry points that load."""
+"""What is in the wheel: core and the vendors, their data, and entry points that load."""
 
 import configparser
 import email
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+VENDORS = ("cuda", "musa", "npu", "rocm", "xpu")
 PACKAGES = {
     "sidestream": ROOT / "core" / "sidestream",
-    "sidestream_cuda": ROOT / "plugins" / "cuda" / "sidestream_cuda",
+    **{f"sidestream_{name}": ROOT / "plugins" / name / f"sidestream_{name}" for name in VENDORS},
 }
 DIGITS_BYTES = 2_000_000
 
@@ -79,7 +80,10 @@ def test_the_entry_points_are_the_platforms_the_command_and_the_pytest_plugin(ar
     assert {group: dict(parser[group]) for group in parser.sections()} == {
         "console_scripts": {"sidestream": "sidestream.cli.main:main"},
         "pytest11": {"sidestream": "sidestream.testing.pytest_plugin"},
-        "sidestream.platforms": {"cuda": "sidestream_cuda", "sim": "sidestream.testing.sim"},
+        "sidestream.platforms": {
+            **{name: f"sidestream_{name}" for name in VENDORS},
+            "sim": "sidestream.testing.sim",
+        },
     }
 
 

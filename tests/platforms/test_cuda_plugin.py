@@ -72,7 +72,7 @@ def test_another_build_of_torch_is_not_available(probe_with, version):
 def test_a_torch_whose_build_is_not_known_is_not_available(probe_with, version):
     probe = probe_with(version)
     assert not probe["available"]
-    assert 'pip install "sidestream[cuda]"' in probe["reason"]
+    assert "torch is not installed; install it: pip install torch" in probe["reason"]
 
 
 def test_every_hook_of_the_specification_is_implemented():

@@ -43,6 +43,7 @@ class Platform:
         self.device_type: Final = device_type
         #: What a worker imports to get the same plugin.
         self.reference: Final = reference
+        self._manager: Final = manager
         self._hooks: Final = manager.hook
 
     def __repr__(self) -> str:
@@ -70,8 +71,20 @@ class Platform:
             return torch.device(_UNNAMED_TYPE, index)
 
     def set_device(self, device: torch.device) -> None:
-        """Bind the calling thread to ``device``; needed once in each thread, before all else."""
-        self._require_true(self._hooks.set_device, device)
+        """Bind the calling thread to ``device``; needed once in each thread, before all else.
+
+        Raises:
+            PlatformError: Not possible; where the plugin's probe knows why, it says so.
+        """
+        try:
+            self._require_true(self._hooks.set_device, device)
+        except PlatformError as error:
+            probe = ask_probe(self.name, self._manager)
+            if probe.available or probe.reason in str(error):
+                raise
+            raise PlatformError(
+                f"{error} The plugin's probe says: {probe.reason}.", platform=self.name
+            ) from (error.__cause__ or error)
 
     def side_stream(self, device: torch.device, priority: int = 0) -> SideStream | None:
         """Make a stream beside the current one; None only from the no-op base."""

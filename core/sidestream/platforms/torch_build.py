@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,3 +44,13 @@ def torch_build() -> TorchBuild | None:
         hip=values.get("hip"),
         xpu=values.get("xpu"),
     )
+
+
+def other_build(kind: str, fits: Callable[[TorchBuild], bool], install: str) -> str | None:
+    """Say for a probe that torch is missing, or not a build of that kind."""
+    build = torch_build()
+    if build is None:
+        return f"torch is not installed; install it: {install}"
+    if not fits(build):
+        return f"torch {build.version} is not {kind} build; install one: {install}"
+    return None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.platforms.device import HostPin, Probe
 from sidestream.platforms.hookspecs import hookimpl
-from sidestream.platforms.host_memory import clear_pending_error, lock_mapping
-from sidestream.platforms.torch_build import torch_build
+from sidestream.platforms.host_memory import clear_pending_error
+from sidestream.platforms.machine import hidden_devices, probe_by, unusable_nodes
+from sidestream.platforms.torch_build import other_build
 from sidestream.platforms.torch_device import TorchDevice
 
 if TYPE_CHECKING:
     import torch
+
+_INSTALL: Final = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
 
 
 def _torch_cuda() -> Any:
@@ -25,48 +26,47 @@ def _torch_cuda() -> Any:
 
 
 _device = TorchDevice(platform="cuda", load=_torch_cuda, event_options={"blocking": True})
-set_device = _device.set_device
-side_stream = _device.side_stream
-record_device_event = _device.record_device_event
-synchronize_device = _device.synchronize_device
-check_device = _device.check_device
-pinned_buffer = _device.pinned_buffer
-memory_info = _device.memory_info
-empty_cache = _device.empty_cache
+set_device, side_stream = _device.set_device, _device.side_stream
+record_device_event, synchronize_device = _device.record_device_event, _device.synchronize_device
+check_device, pinned_buffer = _device.check_device, _device.pinned_buffer
+memory_info, empty_cache = _device.memory_info, _device.empty_cache
 
 
 @hookimpl
 def probe() -> Probe:
     """Look at torch's build, the environment and the driver's device nodes."""
-    problem = _problem()
-    return Probe(
-        name="cuda",
-        device_type="cuda",
-        available=problem is None,
-        reason=problem or "torch is a CUDA build and the NVIDIA driver is there",
+    return probe_by(
+        "cuda",
+        "cuda",
+        "torch is a CUDA build and the NVIDIA driver is there",
+        (
+            partial(
+                other_build,
+                "a CUDA",
+                lambda build: build.cuda is not None and build.hip is None,
+                _INSTALL,
+            ),
+            partial(hidden_devices, "CUDA_VISIBLE_DEVICES"),
+            partial(
+                unusable_nodes,
+                ("/dev/nvidiactl", "/dev/dxg"),
+                "install the NVIDIA driver, or start the container with --gpus all",
+            ),
+        ),
     )
 
 
 @hookimpl
 def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
     """Register the mapping with the CUDA runtime; not while a graph is captured."""
-    cuda = _torch_cuda()
-    runtime = cuda.cudart()
-
-    def on_device(call: Callable[..., Any], *arguments: int) -> int:
-        # The runtime works for the thread's device, and would open a context on device 0.
-        with cuda.device(device):
-            code = int(call(*arguments))
-            if code != 0:
-                clear_pending_error("libcudart", "cudaGetLastError")
-            return code
-
-    return lock_mapping(
-        "cuda",
+    runtime = _torch_cuda().cudart()
+    return _device.lock(
+        device,
         address,
         nbytes,
-        register=lambda: on_device(runtime.cudaHostRegister, address, nbytes, 0),
-        unregister=lambda: on_device(runtime.cudaHostUnregister, address),
+        register=partial(runtime.cudaHostRegister, address, nbytes, 0),
+        unregister=partial(runtime.cudaHostUnregister, address),
+        forget_error=partial(clear_pending_error, "libcudart", "cudaGetLastError"),
     )
 
 
@@ -81,27 +81,3 @@ def profiler_range(name: str) -> AbstractContextManager[None]:
     """Mark an NVTX range."""
     marked: AbstractContextManager[None] = _torch_cuda().nvtx.range("{}", name)
     return marked
-
-
-def _problem() -> str | None:
-    """Say why CUDA can't be used here, or None."""
-    build = torch_build()
-    if build is None:
-        return 'torch is not installed; install it: pip install "sidestream[cuda]"'
-    if build.cuda is None or build.hip is not None:
-        return (
-            f"torch {build.version} is not a CUDA build; install one: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides all devices; unset it or name some"
-    nodes = [node for node in ("/dev/nvidiactl", "/dev/dxg") if Path(node).exists()]
-    if not nodes:
-        return (
-            "there is no NVIDIA driver (neither /dev/nvidiactl nor /dev/dxg); install it, or "
-            "start the container with --gpus all"
-        )
-    if not os.access(nodes[0], os.R_OK | os.W_OK):
-        return f"{nodes[0]} can't be opened by this user; check its permissions and groups"
-    return None

@@ -1,0 +1,140 @@
+"""Huawei Ascend NPUs, by ``torch_npu``: see ``plugins/npu/README.md``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sidestream.errors import PlatformError
+from sidestream.platforms.device import HostPin, Probe
+from sidestream.platforms.hookspecs import hookimpl
+from sidestream.platforms.machine import (
+    hidden_devices,
+    installed_version,
+    minor,
+    missing_libraries,
+    probe_by,
+    unusable_nodes,
+)
+from sidestream.platforms.options import flag
+from sidestream.platforms.torch_build import torch_build
+from sidestream.platforms.torch_device import TorchDevice
+from sidestream.platforms.torch_stream import TorchEvent
+
+if TYPE_CHECKING:
+    import torch
+
+#: "0" records events without waiting for the stream first; see the README before.
+SYNCHRONIZE_VARIABLE: Final = "SIDESTREAM_NPU_SYNCHRONIZE_BEFORE_RECORD"
+
+_INSTALL: Final = (
+    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, and then "
+    "pip install torch-npu==2.13.0"
+)
+_MAPPED: Final = (
+    0x2  # ACL_HOST_REG_MAPPED; with ACL_HOST_REG_PINNED alone copies are three times slower
+)
+
+
+def _torch_npu() -> Any:
+    import torch
+    import torch_npu  # noqa: F401 - makes torch.npu
+
+    npu = torch.npu  # type: ignore[attr-defined]
+    # Recording an event with no device there ends the process, past any except.
+    if npu.device_count() == 0:
+        raise PlatformError(
+            "torch_npu sees no device; npu-smi info shows what the driver sees.", platform="npu"
+        )
+    return npu
+
+
+# The driver's wait for an event hangs for good once a launch before it was lost: asked instead.
+_device = TorchDevice(platform="npu", load=_torch_npu, host_wait="poll")
+set_device, side_stream = _device.set_device, _device.side_stream
+synchronize_device, check_device = _device.synchronize_device, _device.check_device
+pinned_buffer, memory_info = _device.pinned_buffer, _device.memory_info
+empty_cache, profiler_range = _device.empty_cache, _device.profiler_range
+
+
+@hookimpl
+def probe() -> Probe:
+    """Look at torch_npu's and torch's versions, CANN's libraries and the driver's device nodes."""
+    return probe_by(
+        "npu",
+        "npu",
+        "torch_npu, CANN and the Ascend driver are there",
+        (
+            _unfit_torch,
+            _missing_cann,
+            partial(hidden_devices, "ASCEND_RT_VISIBLE_DEVICES"),
+            partial(
+                unusable_nodes,
+                ("/dev/davinci[0-9]*",),
+                "install the Ascend driver, or start the container with --device /dev/davinci0 "
+                "--device /dev/davinci_manager; the user has to be in the group HwHiAiUser",
+            ),
+        ),
+    )
+
+
+@hookimpl
+def record_device_event(device: torch.device, timing: bool) -> TorchEvent:
+    """Record on the current stream, by default once all that is queued there is done."""
+    stream = _torch_npu().current_stream(device)
+    if (
+        flag(SYNCHRONIZE_VARIABLE, default=True)
+        and not _device.recorded(device, stream, False).wait()
+    ):
+        raise PlatformError(f"The stream of {device} did not finish its work.", platform="npu")
+    return _device.recorded(device, stream, timing)
+
+
+@hookimpl
+def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
+    """Register the mapping where this torch_npu can and the driver really does so."""
+    runtime = _torch_npu().npurt() if hasattr(_torch_npu(), "npurt") else None
+    if runtime is None:
+        return None
+    return _device.lock(
+        device,
+        address,
+        nbytes,
+        register=partial(runtime.npuHostRegister, address, nbytes, _MAPPED),
+        unregister=partial(runtime.npuHostUnregister, address),
+    )
+
+
+@hookimpl
+def distributed_backend() -> str:
+    """Name HCCL."""
+    return "hccl"
+
+
+def _unfit_torch() -> str | None:
+    """Say that torch or torch_npu is missing, or that they are not made for each other."""
+    build, npu = torch_build(), installed_version("torch-npu")
+    if build is None or npu is None or find_spec("torch_npu") is None:
+        return (
+            f"{'torch' if build is None else 'torch_npu'} is not installed; install it: {_INSTALL}"
+        )
+    if build.cuda is not None:
+        return (
+            f"torch {build.version} is a CUDA build, in which torch_npu ends the process at its "
+            f"import; install the CPU build: {_INSTALL}"
+        )
+    if minor(npu) != minor(build.version):
+        return f"torch_npu {npu} does not fit torch {build.version}; install a pair: {_INSTALL}"
+    return None
+
+
+def _missing_cann() -> str | None:
+    home = os.environ.get("ASCEND_HOME_PATH")
+    return missing_libraries(
+        ("libascendcl.so", "libhccl.so"),
+        "install CANN and source its set_env.sh",
+        folders=(Path(home) / "lib64",) if home else (),
+    )
