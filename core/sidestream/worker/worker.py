@@ -15,7 +15,6 @@ The envelope goes out before the hand-over and on the same channel, so no output
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,10 +28,8 @@ from sidestream.errors import (
     EngineClosedError,
     ExecutionError,
     InvalidRequestError,
-    RequestAbortedError,
     RequestError,
 )
-from sidestream.platforms.device import DeviceEvent
 from sidestream.platforms.platform import Platform, load_plugin
 from sidestream.platforms.self_test import self_test
 from sidestream.protocol import (
@@ -49,10 +46,9 @@ from sidestream.transport.channel import ChannelClosed
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import describe_error, detach_frames, without_causes
 from sidestream.transport.packing import unpack_bytes
-from sidestream.worker.aborts import Aborts
-from sidestream.worker.forwards import Forward, ForwardLog
-from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
-from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
+from sidestream.worker.forwards import Forward
+from sidestream.worker.handover import HandOver
+from sidestream.worker.pipeline import LoadedPipeline, resolve_dtype
 from sidestream.worker.place import Place, Places
 from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
@@ -64,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 #: How often a worker that waits for a place looks at the control page.
 _PLACE_POLL_S: Final = 0.05
-#: How long the outputs before a device's failure may take to show whose it is.
-_BLAME_S: Final = 10.0
 #: Methods of the worker that a Call may name; all others are the pipeline's.
 _OWN_METHODS: Final = ("ping", "drain_async_outputs", "describe")
 
@@ -126,12 +120,8 @@ class Worker:
         self._port = port
         self._control = control
         self._places = Places(settings.max_pending_outputs)
-        self._aborts = Aborts(control, self._answer_aborted)
-        self.output_thread: AsyncOutputThread | None = None
+        self._outputs = HandOver(control, port.device_lost)
         self._running: RunningForward | None = None
-        self._forwards = ForwardLog()
-        # Guards the count of outputs, which both threads raise.
-        self._counting = threading.Lock()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -159,19 +149,12 @@ class Worker:
         if hasattr(self.pipeline.pipeline, "on_step"):
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
-        sink = self._port.make_sink(self.platform, self.device)
-        hooks: Any = {
-            "on_device_lost": self._port.device_lost,
-            "given_up": self._aborts.reason,
-            "forwards": self._forwards,
-        }
-        if self.settings.async_output and self.platform.is_asynchronous:
-            self.output_thread = AsyncOutputThread(
-                self.platform, sink, device=self.device, **hooks
-            ).start()
-            self._transfer = self.output_thread.transfer
-        else:
-            self._transfer = OutputTransfer(self.platform, self.device, sink, **hooks)
+        self._outputs.start(
+            self.platform,
+            self.device,
+            self._port.make_sink(self.platform, self.device),
+            in_background=self.settings.async_output,
+        )
 
     def run(self) -> None:
         """Take commands until ``Shutdown``, then bring out what is pending."""
@@ -189,10 +172,7 @@ class Worker:
 
     def close(self) -> None:
         """Bring out pending outputs and end the output thread; idempotent."""
-        if self.output_thread is not None:
-            self.output_thread.close()
-        else:
-            self._transfer.sink.close()
+        self._outputs.close()
 
     # --- what a Call may name -----------------------------------------------------------------
 
@@ -202,8 +182,7 @@ class Worker:
 
     def drain_async_outputs(self) -> None:
         """Wait until every output handed over so far has left the device."""
-        if self.output_thread is not None:
-            self.output_thread.drain()
+        self._outputs.drain()
 
     def describe(self) -> dict[str, Any]:
         """Say what this worker is and holds."""
@@ -212,7 +191,7 @@ class Worker:
             "device": str(self.device),
             "pipeline": self.settings.pipeline,
             "supports_request_batch": self.pipeline.supports_request_batch,
-            "output_thread": self.output_thread is not None,
+            "output_thread": self._outputs.thread is not None,
             "places_free": self._places.free(),
         }
 
@@ -227,11 +206,11 @@ class Worker:
         if not command.output_ids:
             self._send_computed(command)
             return
-        place = Place(len(command.output_ids), self._places, self._count_output)
+        place = Place(len(command.output_ids), self._places, self._outputs.count_output)
         numbers = [number_of(output_id) for output_id in command.output_ids]
         forward: Forward | None = None
         try:
-            forward = self._forwards.begin(self._started_event())
+            forward = self._outputs.begin_forward()
             requests = [_decode_request(data) for data in command.requests]
             self._running = RunningForward(command.rpc_id, numbers, requests)
             self._control.running = command.rpc_id
@@ -244,10 +223,10 @@ class Worker:
                 forward.end()
             if running is not None and running.stopped_at is not None:
                 detach_frames(error)  # before the answer: they hold the forward's tensors
-                self._aborts.answer_stopped(command, running.stopped_at)
+                self._outputs.aborts.answer_stopped(command, running.stopped_at)
                 self._send_computed(command)
             else:
-                self._fail(error, partial(self._refuse, command))
+                self._outputs.fail(error, partial(self._refuse, command))
             return
         self._running = None
         self._send_computed(command)
@@ -259,41 +238,9 @@ class Worker:
                 attempt=command.attempts[index],
                 post_process=self.pipeline.post_process,
             )
-            gone = self._aborts.reason(label)
-            if gone is not None:
-                del payloads[0]
-                place.output_done()
-                self._transfer.publish_error(label, gone)
-                continue
             # Popped, so that nothing here keeps what the output thread lets go of.
-            self._hand_over(label, payloads.pop(0), forward, timings, place)
+            self._outputs.hand_over(label, payloads.pop(0), forward, timings, place.output_done)
         forward.end()
-
-    def _hand_over(
-        self,
-        label: OutputLabel,
-        payload: Payload,
-        forward: Forward,
-        timings: OutputTimings,
-        place: Place,
-    ) -> None:
-        if payload.error is not None:
-            place.output_done()
-            self._transfer.publish_error(label, payload.error)
-            return
-        try:
-            job = self._transfer.prepare(
-                label, payload.tree, private=payload.is_private, forward=forward, timings=timings
-            )
-        except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on
-            place.output_done()
-            self._fail(error, partial(self._fail_output, label))
-            return
-        job.on_done = place.output_done
-        if self.output_thread is not None:
-            self.output_thread.hand_over(job)
-        else:
-            self._transfer.run(job, None)
 
     def _call(self, command: Call) -> None:
         try:
@@ -324,30 +271,7 @@ class Worker:
         )
         self._control.forwards += 1
 
-    def _answer_aborted(self, label: OutputLabel, error: RequestAbortedError) -> None:
-        self._transfer.publish_error(label, error)
-        self._count_output()
-
-    def _count_output(self) -> None:
-        with self._counting:
-            self._control.outputs += 1
-
     # --- failures -----------------------------------------------------------------------------
-
-    def _fail(self, error: BaseException, answer: Callable[[BaseException], None]) -> None:
-        """Report with ``answer`` what failed on this thread, and what that says of the device."""
-        # They hold the forward's tensors, and the check of the device needs some memory too.
-        detach_frames(error)
-        found = self._transfer.diagnose(error)
-        if not isinstance(found, DeviceLostError):
-            answer(found)
-            return
-        # The fault may be of an earlier forward whose output is on its way. Then the output thread
-        # comes upon it, gives that request the error and ends the worker while this waits. Of
-        # several forwards that are on the device the oldest is blamed: nobody can tell.
-        if self.output_thread is None or self.output_thread.drain(_BLAME_S):
-            answer(found)
-        self._port.device_lost(found)
 
     def _refuse(self, command: Execute, error: BaseException) -> None:
         if not isinstance(error, RequestError | EngineClosedError):
@@ -355,9 +279,6 @@ class Worker:
             reason.__cause__ = error
             error = reason
         self._send_error(error, rpc_id=command.rpc_id)
-
-    def _fail_output(self, label: OutputLabel, error: BaseException) -> None:
-        self._transfer.publish_error(label, transfer_error(label, error))
 
     def _send_error(self, error: BaseException, *, rpc_id: int) -> None:
         message = AsyncDiffusionOutput(kind=AsyncOutputKind.RPC_RESULT, rpc_id=rpc_id, error=error)
@@ -374,18 +295,15 @@ class Worker:
         Without a place if nothing is left of it; None when the engine closes.
         """
         while not self._control.shutdown:
-            command = self._aborts.leave_out(command)
+            command = self._outputs.aborts.leave_out(command)
             if not command.output_ids:
                 return command
             if self._places.take(_PLACE_POLL_S):
-                command = self._aborts.leave_out(command)
+                command = self._outputs.aborts.leave_out(command)
                 if not command.output_ids:
                     self._places.give_back()
                 return command
         return None
-
-    def _started_event(self) -> DeviceEvent | None:
-        return self._transfer.record() if self.platform.is_asynchronous else None
 
     def _on_step(self, step: int) -> None:
         self._control.steps += 1
