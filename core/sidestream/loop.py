@@ -180,7 +180,7 @@ class EngineLoop:
             raise fresh(self._refusal)
 
     def refuse(self, error: BaseException) -> None:
-        """Take nothing more, and fail what is queued, with ``error``."""
+        """Take nothing more, and fail what is queued, each with a copy of ``error``."""
         with self._room:
             if self._refusal is None:
                 self._refusal = error
@@ -189,7 +189,7 @@ class EngineLoop:
             self._room.notify_all()
         for flight in waiting:
             self._executor.table.drop_flight(flight)
-            flight.fail(error)
+            flight.fail(fresh(error))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is queued or in flight; False if time ran out."""
@@ -300,7 +300,7 @@ class EngineLoop:
         if refusal is not None:
             for flight in flights:
                 if self._executor.table.drop_flight(flight):
-                    flight.fail(refusal)
+                    flight.fail(fresh(refusal))
         for flight in aborted:
             has_begun = AbortOutcome.STOPPED if flight.is_suspect else AbortOutcome.NEVER_STARTED
             self._fail_aborted(flight, if_aborted or has_begun)

@@ -388,6 +388,7 @@ def test_after_close_an_abort_says_what_had_become_of_the_request(make_engine, g
     assert running.abort(wait=True) == ALREADY_OUT
     assert queued[2].abort(wait=True) == ALREADY_OUT
     assert isinstance(queued[2].exception(0), sidestream.EngineClosedError)
+    assert queued[1].exception(0) is not queued[2].exception(0)
     assert queued[3].abort(wait=True) == NEVER_STARTED
 
 

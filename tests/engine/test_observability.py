@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 
@@ -59,3 +60,30 @@ def test_an_engine_says_that_it_waits_for_outputs_to_be_taken(make_engine):
         assert time.monotonic() < deadline, engine.describe()
         time.sleep(0.01)
     assert [int(h.result(30).output[0, 0, 0]) for h in handles] == list(range(10))
+
+
+def test_a_worker_says_which_slots_it_has_given_away(engines):
+    engine = engines("Gradient")
+
+    def slots():
+        return engine.executor.collective_rpc("describe")[0]["slots"]
+
+    gc.collect()
+    first = engine.submit(request()).result(30)
+    before = slots()
+    assert before.slots_in_use >= 1
+    assert before.arena_bytes >= first.output.nbytes
+    held = [engine.submit(request(seed=i)).result(30) for i in range(3)]
+    assert slots().slots_in_use == before.slots_in_use + 3
+    assert slots().one_shots == before.one_shots
+    del held
+    gc.collect()
+    # What came back is taken in when the next slot is needed.
+    last = engine.submit(request()).result(30)
+    assert last.timings.carrier == "slot"
+    assert slots().slots_in_use == before.slots_in_use + 1
+
+
+def test_a_worker_in_this_process_has_no_slots(engines):
+    (worker,) = engines("Gradient", "cpu", "uniproc").executor.collective_rpc("describe")
+    assert worker["slots"] is None

@@ -247,7 +247,7 @@ class OutputTransfer:
         known = (begun, job.event, None if own is None else own.started)
         copy_ended_at, *placed = self._clock.place(ended, *edges, *known)
         *edges_at, copy_started_at, forward_ended_at, forward_started_at = placed
-        times = {
+        times: dict[str, Any] = {
             "copy_ended_at": copy_ended_at,
             "copy_started_at": copy_started_at,
             "forward_ended_at": forward_ended_at,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from sidestream.platforms.platform import Platform
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind
 from sidestream.request import OutputTimings
-from sidestream.transport.arena import Slot, SlotPool
+from sidestream.transport.arena import PoolStats, Slot, SlotPool
 from sidestream.transport.channel import Channel, Frame
 from sidestream.transport.envelope import ARENA_DROPPED, encode_message, encode_output
 from sidestream.transport.packing import Packed, unpack
@@ -56,6 +56,11 @@ class OutputSink(Protocol[D]):
 
     #: Outputs without device tensors up to this size need no memory of their own.
     inline_bytes: int
+
+    @property
+    def stats(self) -> PoolStats | None:
+        """Count the memory that the sink keeps; None if it keeps none."""
+        ...
 
     def allocate(self, nbytes: int) -> D:
         """Give memory of at least ``nbytes``; never blocks.
@@ -116,6 +121,10 @@ class HostSink:
         self._device = device
         self._deliver = deliver
         self._fail = fail
+
+    @property
+    def stats(self) -> None:
+        """Give None: the sink keeps no memory."""
 
     def allocate(self, nbytes: int) -> HostBuffer:
         """Allocate from the platform's page-locked allocator, else from pageable memory."""
@@ -182,9 +191,9 @@ class SlotSink:
         self._pool = SlotPool(budget_bytes, pin=pin)
 
     @property
-    def pool(self) -> SlotPool:
-        """Give the slots, for statistics."""
-        return self._pool
+    def stats(self) -> PoolStats:
+        """Count arenas and slots; any thread."""
+        return self._pool.stats
 
     def allocate(self, nbytes: int) -> Slot:
         """Take a free slot, after taking in what came back."""

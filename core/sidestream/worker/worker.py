@@ -193,6 +193,7 @@ class Worker:
             "supports_request_batch": self.pipeline.supports_request_batch,
             "output_thread": self._outputs.thread is not None,
             "places_free": self._places.free(),
+            "slots": self._outputs.transfer.sink.stats,
         }
 
     # --- commands -----------------------------------------------------------------------------
