@@ -45,6 +45,10 @@ class Aborts:
         members = range(len(command.output_ids))
         self._answer_all(command, members, AbortOutcome.STOPPED, step)
 
+    def answer(self, label: OutputLabel, outcome: AbortOutcome, step: int | None = None) -> None:
+        """Answer for one request."""
+        self._answer(label, RequestAbortedError(outcome=outcome, step=step))
+
     def reason(self, label: OutputLabel) -> RequestAbortedError | None:
         """Give why an output need not be copied, if it need not; any thread."""
         if number_of(label.output_id) in self._control.aborts():
@@ -64,4 +68,4 @@ class Aborts:
                 rpc_id=command.rpc_id,
                 attempt=command.attempts[index],
             )
-            self._answer(label, RequestAbortedError(outcome=outcome, step=step))
+            self.answer(label, outcome, step)

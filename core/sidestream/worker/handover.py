@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -81,10 +82,21 @@ class HandOver:
 
     def begin_forward(self) -> Forward:
         """Enter a forward that begins now, with its start on the device where that can be told."""
-        return self.forwards.begin(self.record_start())
+        return self.forwards.begin(self._record())
 
-    def record_start(self) -> DeviceEvent | None:
-        """Record where the device is now, on a device that runs behind the host."""
+    def begin_step(self) -> Forward:
+        """Enter a call of step mode; only where copies may run beside it."""
+        if self.thread is None:
+            return Forward(started_at=time.monotonic())
+        return self.begin_forward()
+
+    def end_step(self, forward: Forward) -> None:
+        """Note where a call of step mode ends on the device."""
+        if self.thread is not None:
+            forward.ended = self._record()
+        forward.end()
+
+    def _record(self) -> DeviceEvent | None:
         return self.transfer.record() if self._platform.is_asynchronous else None
 
     def hand_over(
@@ -102,7 +114,8 @@ class HandOver:
         if reason is not None:
             del tree
             on_done()
-            self.transfer.publish_error(label, reason)
+            if not label.is_chunk:  # of a part the end of its request will tell
+                self.transfer.publish_error(label, reason)
             return
         try:
             job = self.transfer.prepare(

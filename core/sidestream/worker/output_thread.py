@@ -158,7 +158,8 @@ class OutputTransfer:
     def _drop(self, job: OutputJob, reason: RequestError) -> None:
         job.finish()  # before anybody hears: who gave it up finds its device memory free
         job.future.set_exception(reason)
-        self.publish_error(job.label, reason)
+        if not job.label.is_chunk:  # of a part the end of its request will tell
+            self.publish_error(job.label, reason)
 
     def fail(self, job: OutputJob, error: BaseException) -> None:
         """Publish that a job failed, resolve its future with the reason, give its memory back."""

@@ -83,13 +83,13 @@ class LoadedPipeline:
                 trees = self.pipeline.forward(requests)
                 self._check(trees, requests)
                 return [
-                    self._finished(tree, request)
+                    self.finished(tree, request)
                     for tree, request in zip(trees, requests, strict=True)
                 ]
         except (RequestError, ForwardStopped):
             raise
         except BaseException as error:
-            raise _execution_error(error, request_id) from error
+            raise execution_error(error, request_id) from error
 
     def _check(self, trees: Any, requests: Sequence[DiffusionRequest]) -> None:
         if not isinstance(trees, Sequence) or isinstance(trees, str | bytes):
@@ -103,12 +103,13 @@ class LoadedPipeline:
                 f"{len(requests)} request(s)"
             )
 
-    def _finished(self, tree: Any, request: DiffusionRequest) -> Payload:
+    def finished(self, tree: Any, request: DiffusionRequest) -> Payload:
+        """Queue the device part of post-processing behind what made ``tree``."""
         if isinstance(tree, BaseException):
             # In a member's place: that request failed, the others of its batch did not.
             if isinstance(tree, RequestError):
                 return Payload(None, error=tree)
-            error = _execution_error(tree, request.request_id)
+            error = execution_error(tree, request.request_id)
             error.__cause__ = tree
             return Payload(None, error=error)
         if self._finish is None:
@@ -145,7 +146,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return found
 
 
-def _execution_error(error: BaseException, request_id: str | None) -> RequestError:
+def execution_error(error: BaseException, request_id: str | None) -> RequestError:
+    """Say which request, or that a forward, ended by what a pipeline raised."""
     import torch
 
     of_what = f"Request {request_id!r}" if request_id is not None else "The forward"

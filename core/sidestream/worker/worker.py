@@ -38,6 +38,7 @@ from sidestream.protocol import (
     Call,
     Command,
     Execute,
+    ExecuteStep,
     Shutdown,
     number_of,
 )
@@ -52,6 +53,8 @@ from sidestream.worker.pipeline import LoadedPipeline, resolve_dtype
 from sidestream.worker.place import Place, Places
 from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
+from sidestream.worker.stages import Stages
+from sidestream.worker.stepping import Stepper
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +87,10 @@ class WorkerSettings:
     tensor_parallel_size: int = 1
     async_output: bool = True
     max_pending_outputs: int = 2
+    #: Run denoising steps, and no whole forwards.
+    step_execution: bool = False
+    #: In step mode, bring out parts of outputs.
+    sends_chunks: bool = False
     #: Say when a forward is at its last step, for the next batch to be bound then.
     announce_last_step: bool = False
     slot_budget_bytes: int = 512 << 20
@@ -122,6 +129,7 @@ class Worker:
         self._places = Places(settings.max_pending_outputs)
         self._outputs = HandOver(control, port.device_lost)
         self._running: RunningForward | None = None
+        self._stepper: Stepper | None = None
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -146,7 +154,9 @@ class Worker:
             world_size=self.settings.tensor_parallel_size,
         )
         self.pipeline = LoadedPipeline.load(self.settings.pipeline, config)
-        if hasattr(self.pipeline.pipeline, "on_step"):
+        if self.settings.step_execution:
+            self._stepper = self._make_stepper()
+        elif hasattr(self.pipeline.pipeline, "on_step"):
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
         self._outputs.start(
@@ -163,6 +173,9 @@ class Worker:
             match command:
                 case Execute():
                     self._execute(command)
+                case ExecuteStep():
+                    assert self._stepper is not None  # sent only in step mode
+                    self._stepper.execute(command)
                 case Call():
                     self._call(command)
                 case Shutdown():
@@ -171,8 +184,22 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Bring out pending outputs and end the output thread; idempotent."""
+        """Drop states, bring out pending outputs and end the output thread; idempotent."""
+        if self._stepper is not None:
+            self._stepper.close()
         self._outputs.close()
+
+    def _make_stepper(self) -> Stepper:
+        return Stepper(
+            Stages(self.pipeline),
+            self._outputs,
+            self._control,
+            self._places,
+            send=self._port.send,
+            decode_request=_decode_request,
+            post_process=self.pipeline.post_process,
+            sends_chunks=self.settings.sends_chunks,
+        )
 
     # --- what a Call may name -----------------------------------------------------------------
 
@@ -192,6 +219,7 @@ class Worker:
             "pipeline": self.settings.pipeline,
             "supports_request_batch": self.pipeline.supports_request_batch,
             "output_thread": self._outputs.thread is not None,
+            "states": None if self._stepper is None else len(self._stepper),
             "places_free": self._places.free(),
             "slots": self._outputs.transfer.sink.stats,
         }
