@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 import sidestream
+from sidestream.cli.bench import bench
 from sidestream.cli.demo import demo
 from sidestream.cli.generate import generate
 from sidestream.cli.make_checkpoint import make_checkpoint
@@ -28,7 +29,7 @@ def cli() -> None:
     """Draw with diffusion models; outputs leave the device while the next one is being made."""
 
 
-for command in (demo, generate, make_checkpoint, plugins):
+for command in (bench, demo, generate, make_checkpoint, plugins):
     cli.add_command(command)
 
 

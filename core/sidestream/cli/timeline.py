@@ -27,9 +27,9 @@ _LEGEND: Final = 60
 #: A copy of microseconds in a run of seconds still shows.
 _NARROWEST: Final = 3
 
-_INK: Final = "#1f2430"
-_FAINT: Final = "#5f6775"
-_GRID: Final = "#e3e6ec"
+INK: Final = "#1f2430"
+FAINT: Final = "#5f6775"
+GRID: Final = "#e3e6ec"
 #: One a request, then again from the first; all dark enough for white figures.
 _COLORS: Final = (
     "#2f6db5", "#c7612a", "#2e8b57", "#a83a52", "#6f55a8",
@@ -57,8 +57,8 @@ def draw_timeline(timings: Sequence[OutputTimings], title: str) -> Image:
     height = _HEADING + panel_height * len(panels) + _LEGEND
     image = Image.new("RGB", (_WIDTH, height), "white")
     draw = ImageDraw.Draw(image)
-    draw.text((30, 24), title, fill=_INK, font=_font(26))
-    draw.text((30, 70), _caption(timings), fill=_FAINT, font=_font(18))
+    draw.text((30, 24), title, fill=INK, font=font_of(26))
+    draw.text((30, 70), _caption(timings), fill=FAINT, font=font_of(18))
     for row, (name, window) in enumerate(panels):
         panel = _Panel(draw, _HEADING + row * panel_height, window, run.start)
         panel.draw(name, timings)
@@ -84,11 +84,11 @@ class _Panel:
     origin: float
 
     def draw(self, name: str, timings: Sequence[OutputTimings]) -> None:
-        self.image.text((30, self.top), name, fill=_INK, font=_font(20))
+        self.image.text((30, self.top), name, fill=INK, font=font_of(20))
         self._draw_axis()
         for lane, label in enumerate(_LANES):
             middle = self._middle(lane)
-            self.image.text((30, middle), label, fill=_INK, font=_font(18), anchor="lm")
+            self.image.text((30, middle), label, fill=INK, font=font_of(18), anchor="lm")
         for index, timing in enumerate(timings):
             self._draw_mark(0, index, timing.submitted_at, "down")
             self._draw_bar(1, index, forward_span(timing))
@@ -107,18 +107,18 @@ class _Panel:
         bottom = top + _LANE * len(_LANES)
         for lane in range(len(_LANES) + 1):
             y = top + lane * _LANE
-            self.image.line((_LEFT, y, _WIDTH - _RIGHT, y), fill=_GRID)
+            self.image.line((_LEFT, y, _WIDTH - _RIGHT, y), fill=GRID)
         for tick_ms, text in _ticks(self.window, self.origin):
             x = self._x(self.origin + tick_ms / 1e3)
-            self.image.line((x, top, x, bottom), fill=_GRID)
-            self.image.line((x, bottom, x, bottom + 6), fill=_FAINT)
-            self.image.text((x, bottom + 10), text, fill=_FAINT, font=_font(16), anchor="ma")
-        self.image.line((_LEFT, bottom, _WIDTH - _RIGHT, bottom), fill=_FAINT)
+            self.image.line((x, top, x, bottom), fill=GRID)
+            self.image.line((x, bottom, x, bottom + 6), fill=FAINT)
+            self.image.text((x, bottom + 10), text, fill=FAINT, font=font_of(16), anchor="ma")
+        self.image.line((_LEFT, bottom, _WIDTH - _RIGHT, bottom), fill=FAINT)
         self.image.text(
             (_LEFT - 16, bottom + 10),
             "ms since the start",
-            fill=_FAINT,
-            font=_font(16),
+            fill=FAINT,
+            font=font_of(16),
             anchor="ra",
         )
 
@@ -132,9 +132,9 @@ class _Panel:
             (left, y - _BAR // 2, right - 1, y + _BAR // 2), fill=_color(index), outline="white"
         )
         label = str(index)
-        if right - left > self.image.textlength(label, font=_font(16)) + 4:
+        if right - left > self.image.textlength(label, font=font_of(16)) + 4:
             middle = ((left + right) / 2, y)
-            self.image.text(middle, label, fill="white", font=_font(16), anchor="mm")
+            self.image.text(middle, label, fill="white", font=font_of(16), anchor="mm")
 
     def _draw_mark(
         self, lane: int, index: int, moment: float | None, points: Literal["up", "down"]
@@ -157,7 +157,7 @@ def _ticks(window: Span, origin: float) -> Iterator[tuple[float, str]]:
 
 
 def _draw_legend(image: ImageDraw, top: int) -> None:
-    font = _font(16)
+    font = font_of(16)
     middle = top + 14
     image.rectangle((30, middle - 12, 62, middle + 12), fill=_COLORS[0])
     image.text((46, middle), "0", fill="white", font=font, anchor="mm")
@@ -168,7 +168,7 @@ def _draw_legend(image: ImageDraw, top: int) -> None:
         (538, "submitted"),
         (698, "readable by the caller"),
     ):
-        image.text((x, middle), text, fill=_INK, font=font, anchor="lm")
+        image.text((x, middle), text, fill=INK, font=font, anchor="lm")
 
 
 def _draw_triangle(
@@ -182,7 +182,8 @@ def _color(index: int) -> str:
     return _COLORS[index % len(_COLORS)]
 
 
-def _font(size: int) -> FreeTypeFont | ImageFont:
+def font_of(size: int) -> FreeTypeFont | ImageFont:
+    """Give the font that comes with Pillow."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)

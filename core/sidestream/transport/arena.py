@@ -82,6 +82,8 @@ class PoolStats:
     one_shots: int
     #: Slots retired so far, because the reader's process forked while it leased them.
     retired: int
+    #: Arenas and one-shots made so far: each costs its page faults.
+    made: int
 
 
 class SlotPool:
@@ -124,6 +126,7 @@ class SlotPool:
             slots_in_use=len(self._slots),
             one_shots=self._one_shots,
             retired=self._retired,
+            made=self._blocks_made,
         )
 
     def acquire(self, nbytes: int) -> Slot:

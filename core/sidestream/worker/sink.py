@@ -62,6 +62,14 @@ class OutputSink(Protocol[D]):
         """Count the memory that the sink keeps; None if it keeps none."""
         ...
 
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Make memory for ``count`` outputs now, before the first one has to wait for it.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        ...
+
     def allocate(self, nbytes: int) -> D:
         """Give memory of at least ``nbytes``; never blocks.
 
@@ -125,6 +133,11 @@ class HostSink:
     @property
     def stats(self) -> None:
         """Give None: the sink keeps no memory."""
+
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Allocate and let go: of use where the platform keeps what is freed, as CUDA does."""
+        buffers = [self.allocate(nbytes) for _ in range(count)]
+        buffers.clear()
 
     def allocate(self, nbytes: int) -> HostBuffer:
         """Allocate from the platform's page-locked allocator, else from pageable memory."""
@@ -194,6 +207,10 @@ class SlotSink:
     def stats(self) -> PoolStats:
         """Count arenas and slots; any thread."""
         return self._pool.stats
+
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Make arenas for ``count`` outputs, prefaulted and page-locked, within the budget."""
+        self._pool.reserve(nbytes, count)
 
     def allocate(self, nbytes: int) -> Slot:
         """Take a free slot, after taking in what came back."""

@@ -1,0 +1,87 @@
+"""A model's requests a second with and without asynchronous output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sidestream.bench.series import Sample
+from sidestream.bench.table import Table, median, percentile
+from sidestream.config import EngineConfig
+from sidestream.engine import DiffusionEngine
+from sidestream.request import DiffusionRequest, SamplingParams
+
+#: Requests of each size before those that count.
+_WARM: Final = 2
+
+
+def model_throughput(
+    config: dict[str, Any],
+    sizes: Sequence[tuple[int, int] | None],
+    *,
+    requests: int = 8,
+    rounds: int = 3,
+    steps: int | None = None,
+) -> tuple[Table, list[Sample]]:
+    """Measure a model at each size (height, width; None: its own), both ways in turn.
+
+    ``config`` are fields of :class:`EngineConfig`. Both engines run at a time, so the device has
+    to hold the model twice. A series' clock starts at its first output.
+    """
+    table = Table(name="model", title="Requests/s without and with asynchronous output")
+    samples: list[Sample] = []
+    with (
+        DiffusionEngine(EngineConfig(**config, async_output=False)) as off,
+        DiffusionEngine(EngineConfig(**config)) as on,
+    ):
+        for size in sizes:
+            rates: dict[DiffusionEngine, list[float]] = {off: [], on: []}
+            for engine in (off, on):
+                _series(engine, size, _WARM, steps)
+            for _ in range(rounds):
+                for engine in (off, on):
+                    samples = _series(engine, size, requests, steps)
+                    first, last = samples[0].taken_at, samples[-1].taken_at
+                    rates[engine].append((requests - 1) / (last - first))
+            _report(table, size, rates[off], rates[on])
+    return table, samples
+
+
+def _series(
+    engine: DiffusionEngine, size: tuple[int, int] | None, count: int, steps: int | None
+) -> list[Sample]:
+    height, width = size or (None, None)
+    work = (
+        DiffusionRequest(
+            "a photograph of a lighthouse at dusk",
+            SamplingParams(height=height, width=width, num_inference_steps=steps, seed=number),
+            request_id=str(number),
+        )
+        for number in range(count)
+    )
+    return [
+        Sample(output.request_id, output.async_output_id, output.timings, time.monotonic())
+        for output in engine.imap(work)
+    ]
+
+
+def _report(
+    table: Table, size: tuple[int, int] | None, off: Sequence[float], on: Sequence[float]
+) -> None:
+    before, after = median(off), median(on)
+    spread = max(percentile(rates, 1.0) - min(rates) for rates in (off, on)) / before
+    change = (after - before) / before
+    table.rows.append(
+        {
+            "Resolution": "the model's own" if size is None else f"{size[0]}x{size[1]}",
+            "Async Off (QPS)": before,
+            "Async On (QPS)": after,
+            "Change": f"{100 * change:+.2f}%",
+            "Spread": f"{100 * spread:.2f}%",
+        }
+    )
+    if abs(change) <= spread:
+        table.notes.append(
+            f"{table.rows[-1]['Resolution']}: the change is within the spread of the rounds."
+        )

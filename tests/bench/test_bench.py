@@ -1,0 +1,137 @@
+"""What the bench measures is checked where no time means anything: order, counts, bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from sidestream.bench.bubble import bubble
+from sidestream.bench.handoff import first_of_batch, handoff
+from sidestream.bench.overload import overload
+from sidestream.bench.series import Session, run_series, sample_of
+from sidestream.bench.slowdown import slowdown
+from sidestream.bench.table import Table, percentile
+from sidestream.bench.throughput import throughput
+from sidestream.bench.transport import transport
+from sidestream.bench.workload import OUTPUTS, Workload, fill_of
+from sidestream.errors import InternalError
+from sidestream.output import DiffusionOutput
+
+SMALL = Workload(output="64px", forward_s=0.005)
+
+
+@pytest.fixture(scope="module")
+def session():
+    with Session("sim") as session:
+        yield session
+
+
+def test_throughput_counts_outputs_of_both_ways_as_shares_of_the_limit(session):
+    table, cells, samples = throughput(session, [SMALL], rounds=2, seconds=0.05)
+    (row,), (cell,) = table.rows, cells
+    assert len(cell.on) == len(cell.off) == 2
+    assert row["carrier"] == "slot"
+    assert row["made"] == 0
+    assert [sample.request_id for sample in samples] == [str(i) for i in range(len(samples))]
+    assert all(sample.timings.nbytes == SMALL.nbytes for sample in samples)
+
+
+def test_forwards_that_wait_find_the_device_idle_and_others_do_not(session):
+    table, _ = bubble(session, [dataclasses.replace(SMALL, forward_s=0.02)], count=12)
+    found = {(row["output"], row["waits"]): row["found_idle"] for row in table.rows}
+    forwards = table.rows[0]["forwards"]
+    assert found["on", True] == found["off", True] == forwards
+    assert found["on", False] < forwards / 2
+    assert all(row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in table.rows)
+
+
+def test_a_dropped_output_is_made_and_not_moved(session):
+    engine = session.engine("on")
+    kept = run_series(engine, SMALL, 4)
+    dropped = run_series(engine, SMALL.without_output(), 4)
+    assert [s.timings.nbytes for s in kept.samples] == [SMALL.nbytes] * 4
+    assert [s.timings.nbytes for s in dropped.samples] == [0] * 4
+    assert len(dropped.forwards) == len(kept.forwards) == 4
+    assert slowdown(session, [SMALL], rounds=1, count=4).rows[0]["kept_ms"] > 0
+
+
+def test_a_handoff_moves_the_pixels_once_and_makes_nothing(session):
+    table, samples = handoff(session, ["64px"], count=6)
+    (row,) = table.rows
+    assert row["bytes_to_pixels"] == 1
+    assert row["made"] == 0
+    assert len(samples) == 6
+    assert 0 < row["ready_p50_ms"] <= row["read_p50_ms"]
+
+
+def test_eight_requests_share_a_forward_and_the_first_is_ready_before_the_last(session):
+    (row,) = first_of_batch(session, ["64px"], rounds=3).rows
+    assert row["forwards"] == 3
+    assert row["first_ms"] < row["last_ms"]
+
+
+@pytest.mark.soak  # two engines of its own
+def test_what_is_offered_beyond_the_limit_is_refused_and_what_lies_is_bounded(session):
+    table = overload(session, dataclasses.replace(SMALL, forward_s=0.02), seconds=0.6)
+    by_load = {row["load"]: row for row in table.rows}
+    assert by_load["0.5 x limit"]["refused"] == 0
+    assert by_load["4 x limit"]["refused"] > 0
+    lying = by_load["nobody takes"]
+    assert 0 < lying["held_mb"] <= lying["bound_mb"]
+
+
+@pytest.mark.soak  # a process of its own
+def test_a_tensor_crosses_to_another_process_without_a_page_fault():
+    (row,) = transport(["1024px"], seconds=0.2).rows
+    assert row["faults"] == 0
+    assert row["whole_ms"] > row["memcpy_ms"] > 0
+
+
+@pytest.mark.parametrize("wrong", ["value", "last", "shape", "number"])
+def test_an_output_that_is_not_the_requests_own_ends_the_bench(wrong):
+    tensor = torch.full(SMALL.shape, fill_of(3), dtype=torch.uint8)
+    if wrong == "value":
+        tensor.fill_(4)
+    elif wrong == "last":
+        tensor[-1, -1, -1, -1] = 0
+    elif wrong == "shape":
+        tensor = tensor[:, 1:]
+    output = DiffusionOutput("2" if wrong == "number" else "3", tensor)
+    with pytest.raises(InternalError, match="not that of request 3"):
+        sample_of(SMALL, output, 3)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_outputs_bytes_are_those_of_its_tensor(name):
+    workload = Workload(output=name)
+    tensor = torch.empty(workload.shape, dtype=getattr(torch, workload.dtype), device="meta")
+    assert tensor.nbytes == workload.nbytes
+    assert next(workload.requests(1)).sampling_params.seed == 0
+    assert Workload.of(next(workload.requests(1))) == workload
+
+
+def test_a_table_shows_goals_that_are_met_and_missed():
+    table = Table(name="t", title="Figures")
+    table.add(what="a", share=0.99612, none=None)
+    table.add(what="b", other=3)
+    table.goal("share", 0.996, bound=0.995, at_least=True)
+    table.goal("gap", 60.0, bound=50.0, unit="us")
+    table.goal("unknown", None, bound=1)
+    table.goal("nan", math.nan, bound=1)
+    text = table.to_text()
+    assert "0.9961" in text
+    assert "met    share: 0.9960 >= 0.9950" in text
+    assert "MISSED gap: 60 us <= 50 us" in text
+    assert len(table.goals) == 2
+    assert json.loads(json.dumps(table.to_json()))["goals"][1]["met"] is False
+
+
+def test_percentiles_are_values_that_were_seen():
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([float(i) for i in range(1, 101)], 0.99) == 99.0
+    assert percentile([5.0], 0.01) == 5.0
+    assert math.isnan(percentile([], 0.5))
