@@ -126,7 +126,11 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sidestream' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    # The first import of torch may be among it.
+    from sidestream.autoload import without_autoload
+
+    with without_autoload():
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.config import EngineConfig, is_duration
-from sidestream.errors import InvalidRequestError, MissingDependencyError
+from sidestream.errors import EngineClosedError, InvalidRequestError
 from sidestream.handle import RequestHandle, abort_result, flight_of
 from sidestream.request import AbortResult, DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
@@ -59,15 +59,17 @@ class DiffusionEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        _require_torch()
-        # Here and not above: these modules import torch, which `import sidestream` must not.
+        # Here and not above: these modules import torch, which `import sidestream` must not. The
+        # platform first: it does so without what loads itself along, and knows whose torch to
+        # install if there is none.
+        from sidestream.platforms.platform import load_platform
+
+        self.platform = load_platform(config.platform)
         from sidestream.loop import EngineLoop
         from sidestream.models.registry import find_source
-        from sidestream.platforms.platform import load_platform
 
         self.config = config
         self._source = find_source(config.model, config.pipeline)
-        self.platform = load_platform(config.platform)
         self.executor: WorkerGroups = self._make_groups()
         self._loop = EngineLoop(config, self.executor)
         try:
@@ -300,9 +302,13 @@ class DiffusionEngine:
 
         A forward that takes longer than ``timeout_s`` is ended by force. Idempotent: a second
         caller waits for the first. Outputs that were taken stay valid. Nothing in a forked child,
-        which owns none of this.
+        which owns none of this. A signal handler that interrupted its thread just where others
+        would have to wait for it only begins the end; it comes once the handler returned.
         """
         if self.executor.is_in_child:
+            return
+        if self._loop.is_held():
+            self._loop.end_later(EngineClosedError("The engine is closed."), timeout_s)
             return
         try:
             self._loop.stop()
@@ -328,7 +334,7 @@ class DiffusionEngine:
         # The loop's thread holds everything but this object; without this, an engine that was
         # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
         if hasattr(self, "_loop") and not self.executor.is_in_child:
-            self._loop.abandon()
+            self._loop.end_later(EngineClosedError("The engine was dropped without close()."))
 
 
 def _make_executor(
@@ -389,15 +395,6 @@ def _requests(
         )
         for index, prompt in enumerate(prompts)
     ]
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise MissingDependencyError(
-            "torch", "The engine", "pip install 'sidestream[cpu]', or your vendor's build of torch"
-        )
 
 
 @functools.cache

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+from sidestream.autoload import without_autoload
 from sidestream.errors import (
     MissingDependencyError,
     PlatformError,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 #: What torch calls a device type from outside, such as npu, before it is told the name.
 _UNNAMED_TYPE: Final = "privateuseone"
-_AUTOLOAD_VARIABLE: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Platform:
@@ -230,31 +228,20 @@ def load_plugin(name: str, reference: str) -> Platform:
 
 
 def _import_torch(probe: Probe) -> None:
-    """Import torch without the vendor packages that would load themselves along with it.
-
-    One broken vendor package would make ``import torch`` raise, or abort the process, also for
-    who wants another platform; the chosen plugin imports its own.
-    """
-    if "torch" in sys.modules:
-        return
-    before = os.environ.get(_AUTOLOAD_VARIABLE)
-    os.environ[_AUTOLOAD_VARIABLE] = "0"
     try:
-        import torch  # noqa: F401
+        with without_autoload():
+            import torch  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise MissingDependencyError(
             "torch", f"platform {probe.name!r}", _install_line(probe)
         ) from error
-    finally:
-        if before is None:
-            del os.environ[_AUTOLOAD_VARIABLE]
-        else:
-            os.environ[_AUTOLOAD_VARIABLE] = before
 
 
 def _install_line(probe: Probe) -> str:
     """Give the line that brings the platform's torch: most vendors' is not on PyPI."""
     start = probe.reason.find("pip install ")
-    return 'pip install "sidestream[cpu]"' if start < 0 else probe.reason[start:]
+    if probe.available or start < 0:
+        return 'pip install "sidestream[cpu]", or your vendor\'s build of torch (README, "Install")'
+    return probe.reason[start:]
