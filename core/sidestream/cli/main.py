@@ -15,6 +15,7 @@ import click
 import sidestream
 from sidestream.cli.bench import bench
 from sidestream.cli.demo import demo
+from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
 from sidestream.cli.make_checkpoint import make_checkpoint
 from sidestream.cli.plugins import plugins
@@ -29,7 +30,7 @@ def cli() -> None:
     """Draw with diffusion models; outputs leave the device while the next one is being made."""
 
 
-for command in (bench, demo, generate, make_checkpoint, plugins):
+for command in (bench, demo, doctor, generate, make_checkpoint, plugins):
     cli.add_command(command)
 
 
@@ -51,7 +52,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the end of the process: nobody else can show it
         _show(error, verbosity)
         return 1
-    # click answers with the code of --help and the like; commands of ours give none.
+    # click answers with the code of --help and the like; of ours, only doctor gives one.
     return code if isinstance(code, int) else 0
 
 

@@ -1,0 +1,95 @@
+"""Copies from a device into each kind of host memory: how fast, and whether the host may go on.
+
+Runs in a child only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from sidestream.platforms.platform import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+#: For the bandwidth: long enough that the start of a copy does not count.
+_BULK_BYTES: Final = 64 << 20
+_ROUNDS: Final = 3
+_TIMEOUT_S: Final = 60.0
+
+
+def measure(platform: Platform, device: torch.device, output_bytes: int) -> list[dict[str, Any]]:
+    """Measure each route; the fields are those of ``report.Route``."""
+    import torch
+
+    bulk = max(_BULK_BYTES, output_bytes)
+    source = torch.empty(bulk, dtype=torch.uint8, device=device)
+    source.copy_(torch.zeros(bulk, dtype=torch.uint8))
+    platform.synchronize_device(device)
+    routes = []
+    with _mapping(platform, device, bulk) as mapping:
+        memories = {
+            "pageable": torch.zeros(bulk, dtype=torch.uint8),
+            "page-locked buffer": platform.pinned_buffer(device, bulk),
+            "page-locked mapping": mapping,
+        }
+        for memory, target in memories.items():
+            if target is None:
+                continue
+            bulk_s, is_asynchronous = _copy(platform, device, source, target)
+            output_s, _ = _copy(platform, device, source[:output_bytes], target[:output_bytes])
+            routes.append(
+                {
+                    "memory": memory,
+                    "bytes_per_s": bulk / bulk_s,
+                    "output_s": output_s,
+                    "is_asynchronous": is_asynchronous,
+                }
+            )
+    return routes
+
+
+def _copy(
+    platform: Platform, device: torch.device, source: torch.Tensor, target: torch.Tensor
+) -> tuple[float, bool]:
+    """Copy some times by a side stream; give the shortest time, and whether one was queued only."""
+    side = platform.side_stream(device)
+    assert side is not None  # only platforms with streams are measured
+    took_s, is_asynchronous = [], False
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        with side:
+            target.copy_(source, non_blocking=True)
+            copied = side.record_event()
+        returned_s = time.perf_counter() - began
+        is_running = not copied.query()
+        if not copied.wait(_TIMEOUT_S):
+            raise TimeoutError(f"a copy of {target.numel()} bytes took over {_TIMEOUT_S:g} s")
+        took_s.append(time.perf_counter() - began)
+        # A copy that blocks leaves nothing but its event to wait for.
+        is_asynchronous |= is_running and returned_s < took_s[-1] / 2
+    return min(took_s[1:]), is_asynchronous
+
+
+@contextmanager
+def _mapping(
+    platform: Platform, device: torch.device, nbytes: int
+) -> Iterator[torch.Tensor | None]:
+    """Map memory and page-lock it, as the arenas that outputs travel in; None: not possible."""
+    import torch
+
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    memory.zero_()  # the pages have to be there
+    pin = platform.pin_host_memory(device, memory.data_ptr(), nbytes)
+    if pin is None:
+        yield None
+        return
+    try:
+        yield memory
+    finally:
+        platform.synchronize_device(device)
+        pin.close()
