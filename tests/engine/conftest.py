@@ -113,18 +113,30 @@ def until():
     return wait
 
 
+#: Pipelines that one worker can play in turn.
+PLAIN = {"Gradient", "OneBuffer", "HostBuffer", "Echo", "Failing"}
+#: What the shared engines are told, so that a test may ask whether it arrived.
+TOLD = {"pipeline_options": {"a": [1, 2]}, "dtype": "float16"}
+
+
 @pytest.fixture(scope="session")
 def engines():
-    """Give engines that tests share and leave as they were: a start costs seconds."""
+    """Give engines that tests share and leave as they were: a start costs seconds.
+
+    Of the plain pipelines one at a time: the next call may turn it into another.
+    """
     running = {}
 
-    def get(pipeline: str, platform: str = "cpu", executor: str = "multiproc"):
-        key = (pipeline, platform, executor)
+    def get(pipeline: str, platform: str = "cpu", executor: str = "multiproc", **config):
+        loaded = "Chameleon" if pipeline in PLAIN else pipeline
+        key = loaded, platform, executor, *sorted(config.items())
         if key not in running:
-            running[key] = _start(pipeline, platform=platform, executor=executor)
+            running[key] = _start(loaded, platform=platform, executor=executor, **TOLD, **config)
         engine = running[key]
         assert engine.health().ok
         assert engine.drain(30)
+        if pipeline in PLAIN:
+            engine.executor.collective_rpc("become", (pipeline,))
         return engine
 
     yield get

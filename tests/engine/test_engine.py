@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -92,10 +91,10 @@ def test_what_a_request_holds_may_change_after_submit(engines):
     assert (handle.result(30).output["inputs"]["image"] == 0).all()
 
 
-def test_pipelines_are_told_where_and_how_to_load(make_engine):
-    engine = make_engine(
-        "Gradient", platform="cpu", pipeline_options={"a": [1, 2]}, dtype="float16"
-    )
+def test_pipelines_are_told_how_to_load(engines):
+    engine = engines("Gradient")
+    assert engine.config.pipeline_options == {"a": [1, 2]}
+    assert engine.config.dtype == "float16"
     assert engine.executor.collective_rpc("options") == [{"a": [1, 2]}]
     assert engine.executor.collective_rpc("dtype") == ["torch.float16"]
 
@@ -192,22 +191,22 @@ def test_generate_numbers_the_seeds_and_keeps_the_order(engines):
 
 
 def test_a_seed_is_chosen_at_submit_when_none_is_given(engines):
-    engine = engines("Echo")
-    engine_two = engines("Gradient")
-    first, second = engine_two.generate(["a", "b"], height=8, width=8)
+    first, second = engines("Gradient").generate(["a", "b"], height=8, width=8)
     assert not torch.equal(first.output, second.output)
-    assert engine.generate("a")[0].output["prompt"] == "a"
+    assert engines("Echo").generate("a")[0].output["prompt"] == "a"
 
 
-def test_generate_waits_for_room_where_submit_refuses(make_engine):
-    engine = make_engine("Gradient", platform="cpu", max_queued_requests=2)
+def test_generate_waits_for_room_where_submit_refuses(make_engine, gate):
+    engine = make_engine(
+        "abort_pipes:Steps", platform="cpu", executor="uniproc", max_queued_requests=2
+    )
     outputs = engine.generate([request(seed=i) for i in range(50)])
     assert [int(output.output[0, 0, 0]) for output in outputs] == list(range(50))
-    slow = make_engine("Failing", platform="cpu", max_queued_requests=1)
-    flood: list = []
+    flood = [engine.submit(request(gate.prompt))]
     with pytest.raises(sidestream.QueueFullError, match="max_queued_requests") as caught:
-        flood.extend(slow.submit(request("sleep")) for _ in range(10))
-    assert caught.value.limit == 1
+        flood.extend(engine.submit(request()) for _ in range(10))
+    assert caught.value.limit == 2
+    gate.open()
 
 
 def test_imap_takes_requests_as_it_yields_outputs(engines):
@@ -254,9 +253,9 @@ def test_futures_work_with_the_standard_library(engines):
     assert handles[0].future().cancel() is False
 
 
-def test_callbacks_run_elsewhere_and_may_not_block(make_engine):
-    engine = make_engine("Failing", platform="cpu")
-    quick, slow = engine.submit(request()), engine.submit(request("sleep"))
+def test_callbacks_run_elsewhere_and_may_not_block(engines, gate):
+    engine = engines("abort_pipes:Steps", executor="uniproc")
+    quick, slow = engine.submit(request()), engine.submit(request(gate.prompt))
     seen: concurrent.futures.Future = concurrent.futures.Future()
 
     def callback(future):
@@ -270,6 +269,8 @@ def test_callbacks_run_elsewhere_and_may_not_block(make_engine):
     assert name == "sidestream-callbacks"
     assert done
     assert "may not wait" in text
+    gate.open()
+    assert slow.result(30)
 
 
 def test_a_callback_that_raises_hurts_nobody(engines, caplog):
@@ -294,10 +295,10 @@ def test_outputs_stay_valid_after_close_and_can_be_detached(make_engine):
     assert output.timings.nbytes == 3 * 64 * 64 * 4
 
 
-def test_a_closed_engine_refuses_and_closing_twice_is_fine(make_engine):
-    engine = make_engine("Failing", platform="cpu")
-    running = engine.submit(request("sleep"))
-    queued = [engine.submit(request("sleep")) for _ in range(5)]
+def test_a_closed_engine_refuses_and_closing_twice_is_fine(make_engine, gate):
+    engine = make_engine("abort_pipes:Steps", platform="cpu", executor="uniproc")
+    running = engine.submit(request(gate.prompt))
+    queued = [engine.submit(request()) for _ in range(5)]
     engine.close(timeout_s=0.2)
     engine.close()
     for handle in [running, *queued]:
@@ -324,17 +325,17 @@ def test_a_killed_worker_fails_everything_with_its_signal(make_engine):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "text"),
+    ("pipeline", "executor", "text"),
     [
-        ("LoadRaises", "no weights at /nowhere"),
-        ("LoadExits", "exited with code 9"),
-        ("NoForward", "'forward'"),
-        ("Absent", "sidestream_pipes"),
+        ("LoadRaises", "multiproc", "no weights at /nowhere"),
+        ("LoadExits", "multiproc", "exited with code 9"),
+        ("NoForward", "uniproc", "'forward'"),
+        ("Absent", "uniproc", "sidestream_pipes"),
     ],
 )
-def test_a_worker_that_does_not_start_says_why(make_engine, pipeline, text):
+def test_a_worker_that_does_not_start_says_why(make_engine, pipeline, executor, text):
     with pytest.raises(sidestream.WorkerStartError, match=text) as caught:
-        make_engine(pipeline, platform="cpu")
+        make_engine(pipeline, platform="cpu", executor=executor)
     assert caught.value.stage == "pipeline"
     if pipeline == "LoadRaises":
         assert isinstance(caught.value.__cause__, FileNotFoundError)
@@ -345,15 +346,15 @@ def test_a_worker_that_does_not_start_says_why(make_engine, pipeline, text):
 
 def test_a_worker_that_hangs_at_start_is_given_up_after_its_last_progress(make_engine):
     with pytest.raises(sidestream.WorkerStartError, match="no sign of progress"):
-        make_engine("LoadHangs", platform="cpu", start_timeout_s=6)
+        make_engine("LoadHangs", platform="cpu", start_timeout_s=3)
 
 
-def test_an_engine_describes_what_waits_where(make_engine):
-    engine = make_engine("Failing", platform="cpu")
-    handles = [engine.submit(request("sleep", request_id=f"r{i}")) for i in range(4)]
-    deadline = time.monotonic() + 10
-    while engine.describe().count(": dispatched") < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+def test_an_engine_describes_what_waits_where(engines, gate, until):
+    engine = engines("abort_pipes:Steps", "sim")
+    prompts = [gate.prompt, "x", "x", "x"]
+    handles = [engine.submit(request(p, request_id=f"r{i}")) for i, p in enumerate(prompts)]
+    assert gate.reached() == "forward"
+    until(lambda: engine.describe().count(": dispatched") == 2)
     lines = engine.describe().splitlines()
     assert "health: ok" in lines[0]
     assert lines[1] == "queue: no worker has room: they compute, or are being restarted"
@@ -361,3 +362,5 @@ def test_an_engine_describes_what_waits_where(make_engine):
     states = [line.split()[-1] for line in lines[3:]]
     assert sorted(states) == ["dispatched", "dispatched", "queued", "queued"]
     assert all(any(f"'r{i}'" in line for line in lines) for i in range(len(handles)))
+    gate.open()
+    assert all(handle.result(30) for handle in handles)

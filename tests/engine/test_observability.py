@@ -45,14 +45,15 @@ def test_stats_count_how_outputs_travelled(engines, platform, executor, carrier)
     assert engine.stats()["carriers"][carrier] == before + 1
 
 
-def test_an_output_for_which_the_arenas_have_no_room_is_a_one_shot(make_engine):
-    engine = make_engine("Gradient", platform="cpu", host_buffer_bytes=0)
+def test_an_output_for_which_the_arenas_have_no_room_is_a_one_shot(engines):
+    engine = engines("Gradient", host_buffer_bytes=0)
+    before = engine.stats()["carriers"].get("one-shot", 0)
     assert engine.submit(request()).result(30).timings.carrier == "one-shot"
-    assert engine.stats()["carriers"] == {"one-shot": 1}
+    assert engine.stats()["carriers"] == {"one-shot": before + 1}
 
 
-def test_an_engine_says_that_it_waits_for_outputs_to_be_taken(make_engine):
-    engine = make_engine("Gradient", platform="cpu", host_buffer_bytes=0)
+def test_an_engine_says_that_it_waits_for_outputs_to_be_taken(engines):
+    engine = engines("Gradient", host_buffer_bytes=0)
     handles = [engine.submit(request(seed=i)) for i in range(10)]
     assert handles[0].output_ready.result(30) is None
     deadline = time.monotonic() + 10

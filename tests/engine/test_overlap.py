@@ -30,7 +30,7 @@ def test_the_next_forward_completes_while_a_copy_is_held(engines, executor):
 
 
 def test_places_bound_the_outputs_that_a_device_holds(make_engine):
-    engine = make_engine("Gradient", platform="sim", max_pending_outputs=1)
+    engine = make_engine("Gradient", platform="sim", executor="uniproc", max_pending_outputs=1)
     call = engine.executor.collective_rpc
     call("hold_copies")
     first, second = engine.submit(request(1)), engine.submit(request(2))
@@ -43,7 +43,7 @@ def test_places_bound_the_outputs_that_a_device_holds(make_engine):
 
 
 def test_without_async_output_the_copy_runs_before_the_next_forward(make_engine):
-    engine = make_engine("OneBuffer", platform="sim", async_output=False)
+    engine = make_engine("OneBuffer", platform="sim", executor="uniproc", async_output=False)
     assert engine.executor.collective_rpc("describe")[0]["output_thread"] is False
     handles = [engine.submit(request(i)) for i in range(4)]
     for i, handle in enumerate(handles):
