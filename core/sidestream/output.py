@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sidestream.models.post_process import to_images
+from sidestream.models.post_process import is_video, to_images
 from sidestream.request import OutputTimings
 from sidestream.transport.packing import detach_copy
 
@@ -47,6 +47,11 @@ class DiffusionOutput:
     def frames(self) -> list[Image]:
         """Make PIL images of a video's frames, in order; otherwise as :attr:`images`."""
         return self.images
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the images are the frames of one video."""
+        return is_video(self.post_process)
 
     def detach_copy(self) -> DiffusionOutput:
         """Copy the tensors and arrays out of shared memory, so that their slot is free again."""

@@ -28,6 +28,22 @@ def test_a_qwen_image_folder_is_small_and_found_by_the_registry(qwen_folder, siz
     assert source.defaults["height"] == source.defaults["width"] == 64
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("helios", "sidestream.models.helios:Helios"),
+        ("wan", "sidestream.models.video:Wan"),
+        ("ltx", "sidestream.models.video:LTX"),
+    ],
+)
+def test_a_video_folder_is_small_and_says_how_many_frames(kind, adapter, tmp_path, size_of):
+    folder = make_checkpoint(kind, tmp_path / kind)
+    assert size_of(folder) < 5_000_000
+    source = find_source(folder, None)
+    assert source.reference == adapter
+    assert source.defaults["num_frames"] > 1
+
+
 def test_a_seed_gives_the_same_folder_again_and_leaves_torchs_own_alone(qwen_folder, tmp_path):
     torch.manual_seed(123)
     expected = torch.rand(1)

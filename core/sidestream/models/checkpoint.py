@@ -102,9 +102,19 @@ def _make_hunyuan_image_3(folder: Path, seed: int) -> None:
     save_checkpoint(pipeline, folder, DEFAULTS)
 
 
+def _make_video(kind: str) -> Callable[[Path, int], None]:
+    def make(folder: Path, seed: int) -> None:
+        from sidestream.models.video_checkpoint import DEFAULTS, build_video_pipeline
+
+        save_checkpoint(build_video_pipeline(kind, seed=seed), folder, DEFAULTS[kind])
+
+    return make
+
+
 _KINDS: Final[Mapping[str, Callable[[Path, int], None]]] = {
     "qwen-image": _make_qwen_image,
     "hunyuan-image-3": _make_hunyuan_image_3,
+    **{kind: _make_video(kind) for kind in ("helios", "wan", "ltx")},
 }
 
 

@@ -38,6 +38,8 @@ class PostProcess:
     device: Callable[[Any, SamplingParams], Any]
     #: That tree, on the host, to images.
     host: Callable[[Any], list[Image]]
+    #: Whether these are the frames of one video.
+    is_video: bool = False
 
 
 def decoded_to_output(decoded: Any, params: SamplingParams) -> Tensor:
@@ -56,6 +58,22 @@ def decoded_to_output(decoded: Any, params: SamplingParams) -> Tensor:
     if params.output_type == "float":
         return _denormalize(decoded)
     return _to_uint8(decoded, _WORKSPACE_BYTES)
+
+
+def decoded_to_frames(decoded: Any, params: SamplingParams) -> Tensor:
+    """Bring a video decoder's tensor (1,3,frames,H,W), -1 to 1, into the form of ``output_type``.
+
+    ``uint8`` (also for None): (frames,H,W,3); ``float``: (frames,3,H,W); otherwise as
+    :func:`decoded_to_output`. Works for a part of the frames too.
+    """
+    if params.output_type == "latent":
+        return decoded.clone()  # type: ignore[no-any-return]
+    if decoded.ndim != 5 or decoded.shape[0] != 1:
+        raise TypeError(
+            "A video decoder's tensor has the shape (1, 3, frames, H, W); got "
+            f"{tuple(decoded.shape)}."
+        )
+    return decoded_to_output(decoded[0].movedim(1, 0), params)
 
 
 def _denormalize(decoded: Tensor) -> Tensor:
@@ -105,11 +123,16 @@ def get_hunyuan_image3_post_process_func() -> PostProcess:
     return PostProcess(device=decoded_to_output, host=_output_to_images)
 
 
+_VIDEO: Final = PostProcess(device=decoded_to_frames, host=_output_to_images, is_video=True)
+
 #: By the name of a pipeline's class, or by what its attribute ``post_process`` says.
 _DIFFUSION_POST_PROCESS_FUNCS: dict[str, PostProcess] = {
     "QwenImagePipeline": PostProcess(device=decoded_to_output, host=_output_to_images),
     "HunyuanImage3Pipeline": get_hunyuan_image3_post_process_func(),
     "HunyuanImage3ForCausalMM": get_hunyuan_image3_post_process_func(),
+    "HeliosPipeline": _VIDEO,
+    "WanPipeline": _VIDEO,
+    "LTXPipeline": _VIDEO,
 }
 
 
@@ -126,6 +149,11 @@ def find_post_process(pipeline: object) -> tuple[str, PostProcess] | None:
         known = ", ".join(map(repr, _DIFFUSION_POST_PROCESS_FUNCS))
         raise ConfigError(f"{type(pipeline).__name__}.post_process", key, f"{known}, or None")
     return None
+
+
+def is_video(key: str | None) -> bool:
+    """Tell whether outputs of ``key``, as ``find_post_process`` gave it, are frames of videos."""
+    return key is not None and _DIFFUSION_POST_PROCESS_FUNCS[key].is_video
 
 
 def to_images(tree: Any, key: str | None) -> list[Image]:

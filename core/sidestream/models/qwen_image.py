@@ -89,6 +89,7 @@ class QwenImage:
             ]
         return self._sample(requests, params, arguments[0])
 
+    @torch.no_grad()
     def prepare_encode(self, request: DiffusionRequest) -> QwenImageState:
         """Encode the prompt, draw the noise, set the timesteps.
 
@@ -109,14 +110,17 @@ class QwenImage:
         """Predict the noise of the state's next step."""
         return self.denoise_steps([state])[0]
 
+    @torch.no_grad()
     def denoise_steps(self, states: Sequence[QwenImageState]) -> list[Tensor]:
         """Predict the noise of each state's next step, in one forward."""
         return self._steps.denoise(states)
 
+    @torch.no_grad()
     def step_scheduler(self, state: QwenImageState, noise_pred: Tensor) -> None:
         """Advance the latents by one step."""
         self._steps.advance(state, noise_pred)
 
+    @torch.no_grad()
     def post_decode(self, state: QwenImageState) -> Tensor:
         """Decode the latents, or give them as they are if they were asked for."""
         return self._finish(state.latents, state.params)

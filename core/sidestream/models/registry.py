@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _ADAPTERS: Final[Mapping[str, str]] = {
     "QwenImagePipeline": "sidestream.models.qwen_image:QwenImage",
     "HunyuanImage3Pipeline": "sidestream.models.hunyuan_image3:HunyuanImage3",
+    "HeliosPipeline": "sidestream.models.helios:Helios",
+    "WanPipeline": "sidestream.models.video:Wan",
+    "LTXPipeline": "sidestream.models.video:LTX",
 }
 #: Checkpoints that come with the package: each is a folder of that name in it.
 _BUILT_IN: Final = ("digits",)

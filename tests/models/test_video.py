@@ -1,0 +1,217 @@
+"""Helios, Wan and LTX: the library's own pixels, whole and in steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sidestream.errors import InvalidRequestError
+from sidestream.models.helios import Helios
+from sidestream.models.post_process import find_post_process, is_video, to_images
+from sidestream.models.video import LTX, Wan
+from sidestream.models.video_checkpoint import DEFAULTS, build_video_pipeline
+from sidestream.request import DiffusionRequest, SamplingParams
+
+from .stepping import run, run_interleaved, step
+
+#: Chunks of 5 frames instead of 33.
+SMALL_CHUNKS = {"num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
+CASES = {
+    "helios": (Helios, {"num_frames": 14, "extra": SMALL_CHUNKS}),
+    "wan": (Wan, {"num_frames": 5}),
+    "wan-2.2": (Wan, {"num_frames": 5}),
+    "ltx": (LTX, {"num_frames": 9}),
+}
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    """Make an adapter by its case, once."""
+    made = {}
+
+    def make(case: str):
+        if case not in made:
+            kind = case.partition("-")[0]
+            pipeline = build_video_pipeline(kind, seed=0, two_experts=case == "wan-2.2")
+            pipeline.set_progress_bar_config(disable=True)
+            made[case] = CASES[case][0](pipeline, DEFAULTS[kind])
+        made[case].on_step = None
+        return made[case]
+
+    return make
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return request.param
+
+
+def request(case: str, prompt: str = "a cat", *, inputs=None, **changed) -> DiffusionRequest:
+    params = SamplingParams(height=32, width=32, num_inference_steps=3, seed=7, **CASES[case][1])
+    return DiffusionRequest(prompt, replace(params, **changed), request_id=prompt, inputs=inputs)
+
+
+def call(adapter, own: DiffusionRequest, output_type: str):
+    """Call the library as ``own`` says."""
+    params = own.sampling_params.with_defaults(adapter.defaults)
+    return adapter.pipeline(
+        prompt=own.prompt,
+        negative_prompt=params.negative_prompt,
+        height=params.height,
+        width=params.width,
+        num_frames=params.num_frames,
+        num_inference_steps=params.num_inference_steps,
+        guidance_scale=params.guidance_scale,
+        generator=torch.Generator().manual_seed(params.seed),
+        output_type=output_type,
+        **params.extra,
+    ).frames
+
+
+class TestForward:
+    def test_the_frames_are_the_librarys(self, case, adapters):
+        adapter, own = adapters(case), request(case)
+        (payload,) = adapter.forward([own])
+        key, post_process = find_post_process(adapter)
+        frames = post_process.device(payload, own.sampling_params)
+        assert frames.dtype == torch.uint8
+        assert frames.shape[1:] == (32, 32, 3)
+        assert is_video(key)
+        (theirs,) = call(adapter, own, "pil")
+        assert len(theirs) == len(frames)
+        for mine, image in zip(to_images(frames, key), theirs, strict=True):
+            assert np.array_equal(np.asarray(mine), np.asarray(image))
+
+    @pytest.mark.parametrize("case", ["helios", "wan"])
+    def test_float_and_latents_are_the_librarys(self, case, adapters):
+        adapter = adapters(case)
+        _, post_process = find_post_process(adapter)
+        for output_type, name in (("float", "pt"), ("latent", "latent")):
+            own = request(case, output_type=output_type)
+            (payload,) = adapter.forward([own])
+            ours = post_process.device(payload, own.sampling_params)
+            theirs = call(adapter, own, name)
+            assert torch.equal(ours, theirs[0] if output_type == "float" else theirs)
+
+    @pytest.mark.parametrize("case", ["helios", "wan-2.2", "ltx"])
+    def test_prompt_negative_prompt_and_seed_make_a_difference(self, case, adapters):
+        changes = ({}, {"prompt": "two dogs"}, {"seed": 8}, {"negative_prompt": "blurry"})
+        requests = [request(case, output_type="latent", **changed) for changed in changes]
+        base, *others = adapters(case).forward(requests)
+        for other in others:
+            assert (base - other).abs().max() > 0.02
+
+    @pytest.mark.parametrize("case", ["helios", "ltx"])
+    def test_each_step_is_reported_once(self, case, adapters):
+        adapter, steps = adapters(case), []
+        adapter.on_step = steps.append
+        adapter.forward([request(case)])
+        chunks = 3 if case == "helios" else 1
+        assert steps == list(range(1, 3 * chunks + 1))
+
+    @pytest.mark.parametrize("case", ["helios", "wan", "ltx"])
+    def test_what_is_not_possible_is_refused_by_name(self, case, adapters):
+        for changed in (
+            {"height": 40},
+            {"num_outputs_per_prompt": 2},
+            {"true_cfg_scale": 2.0},
+            {"seed": 1 << 63},
+            {"extra": {"mask": 1}},
+        ):
+            name = "mask" if "extra" in changed else next(iter(changed))
+            with pytest.raises(InvalidRequestError, match=name):
+                adapters(case).forward([request(case, **changed)])
+
+    @pytest.mark.parametrize("case", ["wan", "ltx"])
+    def test_a_number_of_frames_that_the_library_would_change_is_refused(self, case, adapters):
+        with pytest.raises(InvalidRequestError, match="num_frames=6"):
+            adapters(case).forward([request(case, num_frames=6)])
+
+
+class TestSteps:
+    @pytest.mark.parametrize("case", ["helios", "wan"])
+    def test_without_guidance_and_as_latents_too(self, case, adapters):
+        own = request(case, output_type="latent", guidance_scale=1.0)
+        assert torch.equal(run(adapters(case), own), adapters(case).forward([own])[0])
+
+    def test_the_bits_are_the_forwards_interleaved_and_beside_an_aborted_neighbor(
+        self, case, adapters
+    ):
+        adapter = adapters(case)
+        requests = [request(case, seed=1), request(case, "two", num_inference_steps=2)]
+        whole = adapter.forward(requests)
+        neighbor = adapter.prepare_encode(request(case, "three"))
+        step(adapter, neighbor)
+        mine = adapter.prepare_encode(requests[0])
+        for state in (mine, neighbor, mine):
+            step(adapter, state)
+        del neighbor, state
+        while not mine.done:
+            step(adapter, mine)
+        assert torch.equal(adapter.post_decode(mine), whole[0])
+        for ours, theirs in zip(run_interleaved(adapter, requests), whole, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+class TestHelios:
+    def chunks_of(self, adapter, own):
+        chunks, steps = [], []
+        state = adapter.prepare_encode(own)
+        while not state.done:
+            step(adapter, state)
+            if state.chunk is not None:
+                chunks.append(state.chunk)
+                steps.append(state.step)
+                state.chunk = None
+        return chunks, steps, adapter.post_decode(state)
+
+    def test_each_chunk_is_there_when_its_last_step_is_done(self, adapters):
+        adapter = adapters("helios")
+        chunks, steps, payload = self.chunks_of(adapter, request("helios"))
+        assert steps == [3, 6, 9]
+        # Three chunks of 5 frames; the library keeps four times something, plus one.
+        assert [chunk.shape[2] for chunk in chunks] == [5, 5, 3]
+        assert torch.equal(torch.cat(chunks, dim=2), payload)
+
+    def test_chunks_that_the_library_cuts_off_whole_are_not_there(self, adapters):
+        tiny = {"num_latent_frames_per_chunk": 1, "history_sizes": [4, 2, 1]}
+        own = request("helios", num_frames=4, extra=tiny, num_inference_steps=2)
+        chunks, _, payload = self.chunks_of(adapters("helios"), own)
+        assert [chunk.shape[2] for chunk in chunks] == [1]
+        assert torch.equal(payload, adapters("helios").forward([own])[0])
+
+    def test_latents_come_without_decoding(self, adapters):
+        adapter, decoded = adapters("helios"), []
+        hook = adapter.pipeline.vae.decoder.register_forward_hook(lambda *_: decoded.append(1))
+        chunks, _, _ = self.chunks_of(adapter, request("helios", output_type="latent"))
+        hook.remove()
+        assert (chunks, decoded) == ([], [])
+
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            {"prompt_embeds": "encoded"},
+            {"sigmas": np.array([0.9, 0.6, 0.2])},
+            {"max_sequence_length": 16},
+            {
+                "image_latents": torch.ones(1, 16, 1, 4, 4),
+                "fake_image_latents": torch.ones(1, 16, 1, 4, 4),
+            },
+            {"is_skip_first_chunk": True},
+        ],
+        ids=lambda inputs: next(iter(inputs)),
+    )
+    def test_arguments_by_name_reach_both_ways(self, inputs, adapters):
+        adapter = adapters("helios")
+        if "prompt_embeds" in inputs:
+            with torch.no_grad():
+                embeds, _ = adapter.pipeline.encode_prompt("a dog", max_sequence_length=16)
+            inputs = {"prompt_embeds": embeds, "negative_prompt_embeds": embeds * 0.5}
+        own = request("helios", inputs=inputs, output_type="latent")
+        (whole,) = adapter.forward([own])
+        assert torch.equal(run(adapter, own), whole)
+        plain = request("helios", output_type="latent")
+        assert not torch.equal(whole, adapter.forward([plain])[0])
