@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
 from sidestream.executor.dispatcher import fresh
+from sidestream.executor.holding import holds_any
 from sidestream.request import AbortOutcome
 from sidestream.scheduler.deadlines import Deadlines
 from sidestream.scheduler.request import RequestScheduler
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: A wait this long is cut short: the operating system takes no time-out that ends in centuries.
 _LONGEST_PAUSE_S: Final = 3600.0
+#: How long closing waits for the thread, which has nothing to wait for itself by then.
+_LONGEST_END_S: Final = 10.0
 
 
 class ReadyBytes:
@@ -84,7 +87,8 @@ class EngineLoop:
         self._has_suspects = False
         self._refusal: BaseException | None = None
         self._is_stopping = False
-        self._is_abandoned = False
+        # How the thread is to end everything, once it is told to.
+        self._end: tuple[EngineClosedError, float] | None = None
         self.submitted = 0
         self._given_up = 0
         # Guards the counts below: each worker group has a pump of its own.
@@ -253,11 +257,19 @@ class EngineLoop:
         self._is_stopping = True
         self.wake()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
+            # Not for ever: in a signal handler it might wait for what that handler interrupted.
+            self._thread.join(_LONGEST_END_S)
 
-    def abandon(self) -> None:
-        """Have the thread close everything by itself; never blocks, for finalizers."""
-        self._is_abandoned = True
+    def is_held(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupted its thread in here."""
+        return holds_any(self._room) or self._executor.is_held()
+
+    def end_later(self, error: EngineClosedError, timeout_s: float = 0.0) -> None:
+        """Have the thread close everything by itself.
+
+        Never blocks: for finalizers, and for signal handlers that interrupted their thread here.
+        """
+        self._end = error, timeout_s
         self._inbox.put(None)
 
     # --- the pump -----------------------------------------------------------------------------
@@ -353,9 +365,10 @@ class EngineLoop:
                 self._inbox.get(timeout=self._pause_s())
             except queue.Empty:
                 pass
-            if self._is_abandoned:
-                self.refuse(EngineClosedError("The engine was dropped without close()."))
-                self._executor.shutdown(timeout_s=0.0)
+            if self._end is not None:
+                error, timeout_s = self._end
+                self.refuse(error)
+                self._executor.shutdown(timeout_s)
                 return
             while self._unwanted:
                 self.abort(self._unwanted.popleft())

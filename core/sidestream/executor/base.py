@@ -17,6 +17,7 @@ from sidestream.executor.dispatcher import FORKED, FORWARDS, Dispatcher, fresh
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.hang_watch import HangWatch
 from sidestream.executor.health import Health
+from sidestream.executor.holding import holds_any
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, number_of
 from sidestream.transport.abort_table import AbortTable
@@ -112,6 +113,10 @@ class Executor(Dispatcher):
                 self._end(timeout_s)
         finally:
             self._ending.release()
+
+    def is_held(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupted its thread in here."""
+        return holds_any(self._lock)
 
     def _end(self, timeout_s: float) -> None:
         try:

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from sidestream.executor.holding import holds_any
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,10 @@ class CallbackThread:
             thread = threading.Thread(target=self._run, name="sidestream-callbacks", daemon=True)
             thread.start()
             self._thread = thread
+
+    def is_held(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupted its thread in here."""
+        return holds_any(self._changed)
 
     def is_current(self) -> bool:
         """Tell whether the caller is one of these callbacks."""

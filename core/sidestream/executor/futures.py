@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from sidestream.errors import OutputTransferError
 from sidestream.output import DiffusionOutput
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from sidestream.transport.envelope import Delivery
 
 T = TypeVar("T")
+
+#: How often whoever waits looks again. Only after a rare interruption is there something to see.
+_LOOK_S: Final = 5.0
 
 
 class EngineFuture(Future[T], Generic[T]):
@@ -67,12 +71,27 @@ class EngineFuture(Future[T], Generic[T]):
             if timeout is None or timeout > 0:
                 self.refuse_to_block()
             self.want()
-        error = super().exception(timeout)
+        error = self._await(timeout)
         if self._answer is None:
             return error
         # What stands in these fields until then is a placeholder.
         self._result, self._exception = self._answer.open()
         return self._exception
+
+    def _await(self, timeout: float | None) -> BaseException | None:
+        """Wait as the class above does, but look again now and then.
+
+        A signal handler that resolves it, just when this thread has seen that it is not, wakes
+        nobody: this thread does not sleep yet.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _LOOK_S if deadline is None else min(deadline - time.monotonic(), _LOOK_S)
+            try:
+                return super().exception(left)
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline and not self.done():
+                    raise
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Have ``fn(self)`` called on the callback thread once this is done."""

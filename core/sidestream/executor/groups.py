@@ -21,6 +21,7 @@ from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
 from sidestream.executor.health import GroupHealth, Health
+from sidestream.executor.holding import holds_any
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.transport.envelope import Delivery
 
@@ -126,6 +127,15 @@ class WorkerGroups(Dispatcher):
                 ender.join(max(0.0, deadline - time.monotonic()) + FORCE_S)
         finally:
             self.callbacks.close()
+
+    def is_held(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupted its thread in here."""
+        return (
+            holds_any(self._lock)
+            or self.table.is_held()
+            or self.callbacks.is_held()
+            or any(executor.is_held() for executor in self.workers)
+        )
 
     # --- what the engine asks ------------------------------------------------------------------
 

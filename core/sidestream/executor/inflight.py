@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.errors import ExecutionError, OutputTransferError, RequestError, SidestreamError
 from sidestream.executor.futures import Answer, OutputFuture, StageFuture
+from sidestream.executor.holding import holds_any
 from sidestream.output import DiffusionOutput
 from sidestream.protocol import number_of
 from sidestream.transport.failure import describe_error, detach_frames
@@ -173,8 +174,9 @@ class InflightTable:
 
     def __init__(self) -> None:
         # Guards the tables and the counter. Futures are resolved outside it: their waiters wake up
-        # and may ask for the lock at once.
-        self._lock = threading.Lock()
+        # and may ask for the lock at once. Reentrant, since a signal handler may ask while its
+        # thread is in here.
+        self._lock = threading.RLock()
         self._last_rpc_id = 0
         self._last_output = 0
         self._last_batch = 0
@@ -187,6 +189,10 @@ class InflightTable:
         )
         #: Messages for an id or attempt that is gone.
         self.stale_messages = 0
+
+    def is_held(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupted its thread in here."""
+        return holds_any(self._lock)
 
     # --- registering, before anything is sent -------------------------------------------------
 

@@ -65,7 +65,8 @@ class WorkerProcess:
         self.exit_code: int | None = None
         self._start_body = _pack(settings)
         # Guards the reaping: the pump and a closing thread may both find the worker gone.
-        self._reaping = threading.Lock()
+        # Reentrant, since a signal handler may close while its thread is in here.
+        self._reaping = threading.RLock()
         self._is_reaped = False
         # Everything here that has descriptors; each closes once, however often it is told to.
         self._ends: list[_Closable] = []
