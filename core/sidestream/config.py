@@ -124,6 +124,16 @@ class EngineConfig:
             raise ConfigError("async_final_step", True, "False with async_output=False")
 
     @property
+    def max_resident(self) -> int:
+        """Give how many requests may have device memory of one worker, in step mode."""
+        return self.max_pending_outputs * self.max_batch_size
+
+    @property
+    def starts_pump(self) -> bool:
+        """Tell whether a thread reads what worker processes say; else those who wait do."""
+        return not self.step_execution or self.async_final_step
+
+    @property
     def copies_in_background(self) -> bool:
         """Tell whether any output takes the asynchronous way: by a pump and an output thread."""
         return self.async_output and (not self.step_execution or self.async_final_step)

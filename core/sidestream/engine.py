@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,12 @@ from sidestream.scheduler.batch import batch_key
 if TYPE_CHECKING:
     from sidestream.executor.base import Executor
     from sidestream.executor.callbacks import CallbackThread
+    from sidestream.executor.caller_pump import ReadingTurn
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.health import Health
     from sidestream.executor.inflight import Flight, InflightTable
     from sidestream.models.registry import PipelineSource
-    from sidestream.output import DiffusionOutput
+    from sidestream.output import DiffusionOutput, RequestEvent
     from sidestream.platforms.platform import Platform
 
 _MAX_SEED: Final = (1 << 63) - 1
@@ -67,11 +68,13 @@ class DiffusionEngine:
         self.platform = load_platform(config.platform)
         from sidestream.loop import EngineLoop
         from sidestream.models.registry import find_source
+        from sidestream.step_loop import StepLoop
 
         self.config = config
         self._source = find_source(config.model, config.pipeline)
         self.executor: WorkerGroups = self._make_groups()
-        self._loop = EngineLoop(config, self.executor)
+        make_loop = StepLoop if config.step_execution else EngineLoop
+        self._loop: EngineLoop = make_loop(config, self.executor)
         try:
             self.executor.start()
             self._loop.start()
@@ -87,14 +90,24 @@ class DiffusionEngine:
         return cls(EngineConfig(model=model, **config))
 
     def _make_groups(self) -> WorkerGroups:
+        from sidestream.executor.caller_pump import ReadingTurn
         from sidestream.executor.groups import WorkerGroups
 
         config = self.config
         # An in-process worker that is lost takes its device along for the whole process.
         max_restarts = 0 if config.executor == "uniproc" else config.max_restarts
         # Not a method of this object: an engine that nobody holds has to be found out.
-        make = functools.partial(_make_executor, config, self.platform, self._source)
-        return WorkerGroups(make, len(config.devices), max_restarts=max_restarts)
+        turn = None
+        if config.executor == "multiproc" and not config.starts_pump:
+            turn = ReadingTurn()
+        make = functools.partial(_make_executor, config, self.platform, self._source, turn)
+        return WorkerGroups(
+            make,
+            len(config.devices),
+            max_restarts=max_restarts,
+            is_stepwise=config.step_execution,
+            turn=turn,
+        )
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -258,6 +271,25 @@ class DiffusionEngine:
         """Submit a request and wait for its output."""
         return self.submit(request).result()
 
+    def step_streaming(
+        self, request: DiffusionRequest, *, timeout_s: float | None = None
+    ) -> Iterator[RequestEvent]:
+        """Submit a request with the first event that is asked for, and yield all of them.
+
+        As :meth:`RequestHandle.events`; parts of the output come with ``streaming_output=True``.
+        The request is aborted when the iteration ends early.
+
+        Raises:
+            RequestError, WorkerDiedError, EngineClosedError: As :meth:`submit`, or what the request
+                ended by.
+        """
+        handle = self.submit(request, timeout_s=timeout_s)
+        try:
+            yield from handle.events()
+        finally:
+            if not handle.done():
+                self._abort_later([handle])
+
     # --- state --------------------------------------------------------------------------------
 
     def health(self) -> Health:
@@ -278,6 +310,7 @@ class DiffusionEngine:
         lines = [
             f"engine on {self.platform.name} ({self.config.executor}), health: "
             f"{'ok' if health.ok else health.reason}",
+            self._describe_mode(),
             f"queue: {self._loop.why_waiting()}",
         ]
         lines += [
@@ -289,6 +322,22 @@ class DiffusionEngine:
             for flight in self._loop.flights()
         ]
         return "\n".join(lines)
+
+    def _describe_mode(self) -> str:
+        config = self.config
+        mode = "step" if config.step_execution else "request"
+        if not config.copies_in_background:
+            copies = "synchronous"
+        elif not self.executor.worker.get("output_thread"):
+            copies = "synchronous, as this platform has no streams"
+        else:
+            copies = "final step only" if config.step_execution else "on"
+        has_pump = config.executor == "multiproc" and config.starts_pump
+        has_thread = bool(self.executor.worker.get("output_thread"))
+        return (
+            f"mode: {mode}; async output: {copies}; pump: {_started(has_pump)}; worker's output "
+            f"thread: {_started(has_thread)}"
+        )
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is queued or in flight; False if time ran out."""
@@ -310,10 +359,11 @@ class DiffusionEngine:
         if self._loop.is_held():
             self._loop.end_later(EngineClosedError("The engine is closed."), timeout_s)
             return
+        deadline = time.monotonic() + timeout_s
         try:
-            self._loop.stop()
+            self._loop.stop(timeout_s)
         finally:
-            self.executor.shutdown(timeout_s)
+            self.executor.shutdown(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> DiffusionEngine:
         return self
@@ -341,6 +391,7 @@ def _make_executor(
     config: EngineConfig,
     platform: Platform,
     source: PipelineSource,
+    turn: ReadingTurn | None,
     index: int,
     table: InflightTable,
     callbacks: CallbackThread,
@@ -358,12 +409,20 @@ def _make_executor(
         options=config.pipeline_options,
         dtype=config.dtype,
         rank=index,
-        async_output=config.async_output,
-        max_pending_outputs=config.max_pending_outputs,
+        async_output=config.copies_in_background,
+        step_execution=config.step_execution,
+        sends_chunks=config.streaming_output,
+        max_pending_outputs=(
+            config.max_resident if config.step_execution else config.max_pending_outputs
+        ),
         announce_last_step=config.max_batch_size > 1,
         slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
     )
-    kind = UniprocExecutor if config.executor == "uniproc" else MultiprocExecutor
+    kind: Callable[..., Executor] = (
+        UniprocExecutor
+        if config.executor == "uniproc"
+        else functools.partial(MultiprocExecutor, turn=turn)
+    )
     return kind(
         settings,
         dispatch_depth=config.dispatch_depth,
@@ -372,6 +431,10 @@ def _make_executor(
         table=table,
         callbacks=callbacks,
     )
+
+
+def _started(is_started: bool) -> str:
+    return "started" if is_started else "not started"
 
 
 def _take_first(handles: deque[RequestHandle]) -> DiffusionOutput:

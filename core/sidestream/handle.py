@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sidestream.errors import InvalidRequestError, RequestAbortedError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sidestream.executor.futures import EngineFuture
     from sidestream.executor.inflight import Flight
-    from sidestream.output import DiffusionOutput
+    from sidestream.output import DiffusionOutput, RequestEvent
 
 T = TypeVar("T")
 
@@ -83,6 +83,56 @@ class RequestHandle:
     def future(self) -> Future[DiffusionOutput]:
         """Give the output's future, for ``concurrent.futures.wait`` and the like."""
         return _wanted(self._flight.output)
+
+    def events(self) -> Iterator[RequestEvent]:
+        """Yield what happens to the request, in order, and each event once.
+
+        Every denoising step and every part of the output in step mode (parts come with
+        ``streaming_output``), that its last work is queued, and at last the output. What nobody has
+        asked for yet waits here, however slow who asks is: parts are kept in shared memory until
+        then and count to ``host_buffer_bytes``, which holds other requests back, not this one. A
+        part's ``step`` is the latest that was told. After a worker's death what was told is not
+        told again.
+
+        Raises:
+            OutputTransferError: A part can't be rebuilt in this process; ask again for the rest.
+            RequestError, WorkerDiedError, EngineClosedError: What the request ended by.
+        """
+        log = self._flight.events
+        while True:
+            # First: what is there when it is over is all.
+            is_over = self._flight.output.done()
+            event = log.take()
+            if event is not None:
+                yield event
+            elif is_over:
+                event = log.take_end(self._flight.output.result())
+                if event is not None:
+                    yield event
+                return
+            else:
+                log.change().result()
+
+    async def aevents(self) -> AsyncIterator[RequestEvent]:
+        """Yield events without blocking the event loop; as :meth:`events`."""
+        log = self._flight.events
+        while True:
+            is_over = self._flight.output.done()
+            event = log.take()
+            if event is not None:
+                yield event
+            elif is_over:
+                event = log.take_end(self._flight.output.result())
+                if event is not None:
+                    yield event
+                return
+            else:
+                change = log.change()
+                change.refuse_to_block()
+                await asyncio.wrap_future(change)
+
+    def __aiter__(self) -> AsyncIterator[RequestEvent]:
+        return self.aevents()
 
     def abort(self, wait: bool = False, timeout_s: float | None = None) -> AbortResult:
         """Give the request up, and say how far it had come.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
+from sidestream.executor.bell import Bell, ReadyBytes
 from sidestream.executor.dispatcher import fresh
 from sidestream.executor.holding import holds_any
 from sidestream.request import AbortOutcome
@@ -29,35 +29,6 @@ _LONGEST_PAUSE_S: Final = 3600.0
 _LONGEST_END_S: Final = 10.0
 
 
-class ReadyBytes:
-    """Bytes of outputs that are ready and not taken.
-
-    ``free`` may run inside a finalizer, hence inside any lock; so it only appends and wakes.
-    """
-
-    def __init__(self, inbox: queue.SimpleQueue[None]) -> None:
-        self._inbox = inbox
-        self._sum = 0
-        # What is to be added to the sum: any thread appends, the lock's holder takes.
-        self._changes: deque[int] = deque()
-
-    def add(self, nbytes: int) -> None:
-        """Count an output as ready; any thread."""
-        self._changes.append(nbytes)
-
-    def free(self, nbytes: int) -> None:
-        """Count an output as taken or dropped; any thread."""
-        self._changes.append(-nbytes)
-        # SimpleQueue.put is reentrant, made to be called from finalizers.
-        self._inbox.put(None)
-
-    def value(self) -> int:
-        """Give the bytes now; one thread at a time."""
-        while self._changes:
-            self._sum += self._changes.popleft()
-        return self._sum
-
-
 class EngineLoop:
     """Sends queued requests to the executor, a daemon thread.
 
@@ -75,8 +46,8 @@ class EngineLoop:
             max_batch_size=config.max_batch_size,
             max_batch_wait_s=config.max_batch_wait_s,
         )
-        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ready = ReadyBytes(self._inbox)
+        self._bell = Bell(executor.turn)
+        self._ready = ReadyBytes(self._bell)
         self._deadlines = Deadlines()
         # Appends are atomic: any thread and any finalizer appends, the loop takes.
         self._unwanted: deque[Flight] = deque()
@@ -98,6 +69,7 @@ class EngineLoop:
         self.carriers: Counter[str] = Counter()
         executor.on_capacity = self.wake
         executor.on_ready = self._on_ready
+        executor.on_chunk = self._count_ready
         executor.on_batch_failed = self._on_batch_failed
         executor.on_requeue = self._requeue
         executor.on_broken = self.refuse
@@ -105,9 +77,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start the thread; the worker is up and has said what its pipeline can do."""
-        self._batches = self._max_batch_size > 1 and bool(
-            self._executor.worker.get("supports_request_batch")
-        )
+        self._batches = self._makes_batches()
         self._thread.start()
 
     # --- any thread ---------------------------------------------------------------------------
@@ -172,11 +142,11 @@ class EngineLoop:
     def abort_later(self, flights: Iterable[Flight]) -> None:
         """Have the thread abort requests; never blocks, for finalizers."""
         self._unwanted.extend(flights)
-        self._inbox.put(None)
+        self._bell.ring()
 
     def wake(self) -> None:
         """Have the thread look again."""
-        self._inbox.put(None)
+        self._bell.ring()
 
     def check_open(self) -> None:
         """Raise what refuses new work, if anything does."""
@@ -251,8 +221,8 @@ class EngineLoop:
             return "the oldest request waits for company (max_batch_wait_s)"
         return "it is about to be sent"
 
-    def stop(self) -> None:
-        """Fail what is queued and end the thread."""
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Fail what is queued and end the thread; what a worker has needs none to finish."""
         self.refuse(EngineClosedError("The engine is closed."))
         self._is_stopping = True
         self.wake()
@@ -270,7 +240,7 @@ class EngineLoop:
         Never blocks: for finalizers, and for signal handlers that interrupted their thread here.
         """
         self._end = error, timeout_s
-        self._inbox.put(None)
+        self._bell.ring()
 
     # --- the pump -----------------------------------------------------------------------------
 
@@ -281,10 +251,13 @@ class EngineLoop:
             else:
                 self.completed += 1
                 self.carriers[delivery.carrier] += 1
-        self._ready.add(delivery.nbytes)
-        delivery.count(self._ready.free)
+        self._count_ready(delivery)
         if self._has_suspects:
             self.wake()  # a suspect waits for a worker that has nothing else
+
+    def _count_ready(self, delivery: Delivery) -> None:
+        self._ready.add(delivery.nbytes)
+        delivery.count(self._ready.free)
 
     def _on_batch_failed(self, flights: Sequence[Flight], delivery: Delivery) -> None:
         """Run each member of a batch again alone: one of them may have failed all."""
@@ -359,12 +332,14 @@ class EngineLoop:
 
     # --- the loop -----------------------------------------------------------------------------
 
+    def _makes_batches(self) -> bool:
+        return self._max_batch_size > 1 and bool(
+            self._executor.worker.get("supports_request_batch")
+        )
+
     def _run(self) -> None:
         while not self._is_stopping:
-            try:
-                self._inbox.get(timeout=self._pause_s())
-            except queue.Empty:
-                pass
+            self._bell.wait(self._pause_s())
             if self._end is not None:
                 error, timeout_s = self._end
                 self.refuse(error)

@@ -18,8 +18,9 @@ from sidestream.executor.futures import EngineFuture
 from sidestream.executor.hang_watch import HangWatch
 from sidestream.executor.health import Health
 from sidestream.executor.holding import holds_any
-from sidestream.executor.inflight import Flight, InflightTable
-from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, number_of
+from sidestream.executor.inflight import Flight, InflightTable, key_of
+from sidestream.executor.stepwise import StepCalls, StepFuture, make_command
+from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, StepStage, number_of
 from sidestream.transport.abort_table import AbortTable
 from sidestream.transport.control_page import ControlPage
 from sidestream.transport.envelope import Delivery
@@ -48,13 +49,17 @@ class Executor(Dispatcher):
         dispatch_depth: int,
         *,
         hang_timeout_s: float = math.inf,
+        is_stepwise: bool = False,
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
     ) -> None:
         super().__init__(
             InflightTable() if table is None else table,
             CallbackThread() if callbacks is None else callbacks,
+            is_stepwise=is_stepwise,
         )
+        #: The calls of step mode.
+        self.steps = StepCalls(self.table)
         self._owns_callbacks = callbacks is None
         self._dispatch_depth = dispatch_depth
         self._hang_timeout_s = hang_timeout_s
@@ -82,6 +87,8 @@ class Executor(Dispatcher):
         self.on_capacity: Callable[[], None] = lambda: None
         #: Called on the pump when an output is ready, before its future resolves.
         self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
+        #: Called on the pump with a part of an output, before it is given to its request.
+        self.on_chunk: Callable[[Delivery], None] = lambda _delivery: None
         #: Called on the pump with a batch whose forward failed: each may run again alone.
         self.on_batch_failed: Callable[[Sequence[Flight], Delivery], None] = _fail_batch
         #: Called once when the executor breaks, with the flights that it had.
@@ -218,6 +225,32 @@ class Executor(Dispatcher):
             )
         )
 
+    def execute_stepwise(self, stage: StepStage, flights: Sequence[Flight]) -> StepFuture:
+        """Send one call of step mode: a stage for ``flights``; never blocks.
+
+        One call at a time. To prepare flights gives them to this executor.
+
+        Raises:
+            WorkerDiedError, EngineClosedError: Nothing is taken any more.
+        """
+        future = StepFuture(self.callbacks, flights, lambda: self.on_capacity())
+        with self._lock:
+            error = self._broken or self._closed
+            if error is None:
+                rpc_id = self.steps.register(future)
+                if stage is StepStage.PREPARE:
+                    # In the lock: who breaks this executor afterwards finds them to be its own.
+                    self.table.assign(flights, rpc_id, self)
+                if self._page is not None:
+                    self._hang.begin(self._page.heartbeat, time.monotonic())
+        if error is not None:
+            raise fresh(error)
+        self._send(make_command(rpc_id, stage, flights))
+        error = self._broken or self._closed
+        if error is not None and (late := self.table.take_call(rpc_id)) is not None:
+            late.set_exception(fresh(error))
+        return future
+
     # --- giving up ----------------------------------------------------------------------------
 
     def abort(self, flight: Flight) -> None:
@@ -261,13 +294,18 @@ class Executor(Dispatcher):
             if look_at is None or now < look_at:
                 return look_at
             # A call may take as long as it likes, and its caller may wait for as long.
-            since = now if self.table.has_calls(self) else self.table.busy_since(self)
+            since = now if self.table.has_calls(self) else self._busy_since()
             silent_s = self._hang.look(self._page.heartbeat, since, now)
             look_at = self._hang.look_at
         if silent_s is None:
             return look_at
         self._end_hung(silent_s)
         return None
+
+    def _busy_since(self) -> float | None:
+        if self.is_stepwise:
+            return self.steps.busy_since(self.table.flights_of(self))
+        return self.table.busy_since(self)
 
     @abstractmethod
     def _end_hung(self, silent_s: float) -> None:
@@ -319,6 +357,10 @@ class Executor(Dispatcher):
 
     def answer(self, call: PendingCall, timeout_s: float | None = None) -> Any:
         """Wait for a call's result; raises as :meth:`collective_rpc`."""
+        if not call.future.done():
+            call.future.refuse_to_block()
+        if self._attend(call.future.done, timeout_s):
+            timeout_s = 0.0
         try:
             delivery = call.future.result(timeout_s)
         except TimeoutError:
@@ -328,6 +370,10 @@ class Executor(Dispatcher):
         if message.error is not None:
             raise message.error
         return message.result
+
+    def _attend(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Read answers until ``is_done``, where no thread does; tells whether that is so."""
+        return False
 
     def check_usable(self) -> None:
         """Raise what keeps this executor from taking work, if anything does."""
@@ -343,10 +389,11 @@ class Executor(Dispatcher):
         match delivery.kind:
             case AsyncOutputKind.COMPUTE_DONE:
                 for flight in self._take_forward(delivery.rpc_id):
-                    flight.is_computed = True
-                    flight.compute_done.reach()
+                    flight.computed()
             case AsyncOutputKind.OUTPUT_READY:
                 self._on_output(delivery)
+            case AsyncOutputKind.CHUNK_READY:
+                self._on_chunk(delivery)
             case AsyncOutputKind.RPC_RESULT:
                 self._on_result(delivery)
             case AsyncOutputKind.PROGRESS if delivery.rpc_id:
@@ -363,7 +410,21 @@ class Executor(Dispatcher):
         if flight is None:
             delivery.discard()
         else:
+            if not delivery.failed:
+                self.steps.before_output(flight, delivery.rpc_id)
             self._deliver(flight, delivery)
+        if self.is_stepwise:
+            self.steps.output_left(key_of(delivery.async_output_id))
+            self.on_capacity()
+
+    def _on_chunk(self, delivery: Delivery) -> None:
+        flight = self.table.running_flight(delivery.async_output_id, delivery.attempt)
+        if flight is None:
+            delivery.discard()
+            return
+        self.steps.before_output(flight, delivery.rpc_id)
+        self.on_chunk(delivery)
+        flight.add_chunk(delivery)
 
     def _on_result(self, delivery: Delivery) -> None:
         call = self.table.take_call(delivery.rpc_id)
@@ -432,6 +493,7 @@ class Executor(Dispatcher):
             if self._aborts is not None:
                 self._aborts.clear()
         self.table.forget_forwards(self)
+        self.steps.fail(lambda: fresh(error))
         for call in self.table.take_calls(self):
             if not call.done():
                 call.set_exception(fresh(error))

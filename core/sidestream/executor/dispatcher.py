@@ -29,7 +29,11 @@ FORKED: Final = (
 class Dispatcher(ABC):
     """Turns requests into flights with futures, and sends them to workers."""
 
-    def __init__(self, table: InflightTable, callbacks: CallbackThread) -> None:
+    def __init__(
+        self, table: InflightTable, callbacks: CallbackThread, *, is_stepwise: bool = False
+    ) -> None:
+        #: Whether the workers run denoising steps, and no whole forwards.
+        self.is_stepwise = is_stepwise
         self.table = table
         self.callbacks = callbacks
         self._pid = os.getpid()
@@ -50,7 +54,8 @@ class Dispatcher(ABC):
         Bypasses the engine's queue. The output comes by :meth:`wait_output_ready`.
 
         Raises:
-            RequestError: The request can't be sent, or its forward failed.
+            InvalidRequestError: The engine is in step mode, or the request can't be sent.
+            RequestError: Its forward failed.
             WorkerDiedError: The worker died.
         """
         return self.execute_model_batch([request], timeout_s)
@@ -63,6 +68,11 @@ class Dispatcher(ABC):
         Each request's output has an id of its own, ``{batch_id}/{request_id}``.
         """
         self.check_usable()
+        if self.is_stepwise:
+            raise InvalidRequestError(
+                "This engine is in step mode: its workers run no whole forwards. Use submit() or "
+                "step_streaming(), or an engine with step_execution=False."
+            )
         self.callbacks.refuse_to_block()
         flights = [self.make_flight(request) for request in requests]
         for flight in flights:

@@ -123,12 +123,6 @@ class EventLog:
             kind=EventKind.CHUNK, step=step, num_steps=num_steps, chunk=index, output=output
         )
 
-    @property
-    def is_told(self) -> bool:
-        """Tell whether only the end is left, if that."""
-        with self._lock:
-            return self._is_over and not self._entries
-
     def take_end(self, output: DiffusionOutput) -> RequestEvent | None:
         """Make the last event, once."""
         with self._lock:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from sidestream.errors import ConfigError, EngineClosedError
 from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.caller_pump import ReadingTurn
 from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
 from sidestream.executor.health import GroupHealth, Health
 from sidestream.executor.holding import holds_any
@@ -54,8 +55,8 @@ class WorkerGroup:
 
     def health(self) -> GroupHealth:
         """Say how it is."""
+        own = self.executor.check_health()  # before the state, which it may change
         if self.state == "running":
-            own = self.executor.check_health()
             return GroupHealth(self.index, "running" if own.ok else "failed", own.reason)
         return GroupHealth(self.index, self.state, str(self.reason))
 
@@ -67,8 +68,19 @@ class WorkerGroups(Dispatcher):
     work is refused with the last death), closed.
     """
 
-    def __init__(self, make: MakeExecutor, count: int, *, max_restarts: int) -> None:
-        super().__init__(InflightTable(), CallbackThread())
+    def __init__(
+        self,
+        make: MakeExecutor,
+        count: int,
+        *,
+        max_restarts: int,
+        is_stepwise: bool = False,
+        turn: ReadingTurn | None = None,
+    ) -> None:
+        """``turn``: where those who wait read answers; closed with the groups."""
+        super().__init__(InflightTable(), CallbackThread(), is_stepwise=is_stepwise)
+        #: None: each group has a thread that reads, or needs none.
+        self.turn = turn
         self._make = make
         self._max_restarts = max_restarts
         # Guards the groups' states; callbacks run outside it. Reentrant, since a signal handler may
@@ -79,6 +91,7 @@ class WorkerGroups(Dispatcher):
         #: As those of an executor, for all groups together.
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[Flight, Delivery], None] = lambda _flight, _delivery: None
+        self.on_chunk: Callable[[Delivery], None] = lambda _delivery: None
         self.on_batch_failed: Callable[[Sequence[Flight], Delivery], None] | None = None
         #: Called with flights that are to be queued again, in the order of their submission.
         self.on_requeue: Callable[[list[Flight]], None] = lambda _flights: None
@@ -127,6 +140,8 @@ class WorkerGroups(Dispatcher):
                 ender.join(max(0.0, deadline - time.monotonic()) + FORCE_S)
         finally:
             self.callbacks.close()
+            if self.turn is not None:
+                self.turn.close()
 
     def is_held(self) -> bool:
         """Tell whether the caller is a signal handler that interrupted its thread in here."""
@@ -166,6 +181,14 @@ class WorkerGroups(Dispatcher):
             raise fresh(self._broken)
         if self._closing.is_set():
             raise EngineClosedError("The engine is closed.")
+
+    def usable(self) -> list[Executor]:
+        """Give the executors of the groups that run."""
+        return [
+            group.executor
+            for group in self.groups
+            if group.state == "running" and group.executor.has_capacity()
+        ]
 
     def has_capacity(self, *, bind_late: bool = False) -> bool:
         """Tell whether some group could take a forward now."""
@@ -255,6 +278,7 @@ class WorkerGroups(Dispatcher):
 
     def _connect(self, executor: Executor) -> None:
         executor.on_capacity = lambda: self.on_capacity()
+        executor.on_chunk = lambda delivery: self.on_chunk(delivery)
         executor.on_ready = lambda flight, delivery: self.on_ready(flight, delivery)
         if self.on_batch_failed is not None:
             executor.on_batch_failed = self.on_batch_failed

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sidestream.errors import ExecutionError, OutputTransferError, RequestError, SidestreamError
+from sidestream.executor.events import EventLog
 from sidestream.executor.futures import Answer, OutputFuture, StageFuture
 from sidestream.executor.holding import holds_any
 from sidestream.output import DiffusionOutput
@@ -73,6 +74,7 @@ class Flight:
         self.compute_done = StageFuture(callbacks, on_wait)
         self.output_ready = StageFuture(callbacks, on_wait)
         self.output = OutputFuture(callbacks, on_wait)
+        self.events = EventLog(partial(StageFuture, callbacks, on_wait))
 
     @property
     def state(self) -> str:
@@ -81,7 +83,9 @@ class Flight:
             return "done"
         if self.compute_done.done():
             return "computed"
-        return "queued" if self.dispatched_at is None else "dispatched"
+        if self.dispatched_at is None:
+            return "queued"
+        return self.events.progress or "dispatched"
 
     def requeue(self) -> None:
         """Make it as new: an earlier run's messages are stale from here on."""
@@ -89,11 +93,42 @@ class Flight:
         self.owner = None
         self.is_computed = False
         self.dispatched_at = None
+        self.events.restart()
+
+    def computed(self) -> None:
+        """Hear that all of its work is queued on the device; pump thread."""
+        self.is_computed = True
+        self.events.computed()
+        self.compute_done.reach()
+
+    def add_chunk(self, delivery: Delivery) -> None:
+        """Keep the envelope of a part of the output for whoever asks; pump thread."""
+        if not self.events.add_chunk(self._answer(delivery)):
+            delivery.discard()
 
     def deliver(self, delivery: Delivery) -> None:
         """Resolve everything with the envelope of the output, or of what failed; pump thread."""
         self.packed = b""
-        answer = Answer(
+        answer = self._answer(delivery)
+        if not delivery.failed:
+            self.events.computed()
+        self.output.deliver(answer)
+        for stage in (self.compute_done, self.output_ready):
+            if delivery.failed:
+                stage.miss(answer)
+            else:
+                stage.reach()
+        self.events.end()
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve what is open with ``error``."""
+        self.packed = b""
+        for future in (self.compute_done, self.output, self.output_ready):
+            future.fail(error)
+        self.events.end()
+
+    def _answer(self, delivery: Delivery) -> Answer:
+        return Answer(
             delivery,
             partial(
                 decode_output,
@@ -102,18 +137,6 @@ class Flight:
                 dispatched_at=self.dispatched_at,
             ),
         )
-        self.output.deliver(answer)
-        for stage in (self.compute_done, self.output_ready):
-            if delivery.failed:
-                stage.miss(answer)
-            else:
-                stage.reach()
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve what is open with ``error``."""
-        self.packed = b""
-        for future in (self.compute_done, self.output, self.output_ready):
-            future.fail(error)
 
 
 def decode_output(
@@ -228,6 +251,15 @@ class InflightTable:
                 flight.dispatched_at = now
             return self._last_rpc_id
 
+    def assign(self, flights: Iterable[Flight], rpc_id: int, owner: object) -> None:
+        """Note that ``owner`` has flights from now on, by the command ``rpc_id``."""
+        now = time.monotonic()
+        with self._lock:
+            for flight in flights:
+                flight.owner = owner
+                flight.rpc_id = rpc_id
+                flight.dispatched_at = now
+
     def add_call(self, future: Future[Any], owner: object) -> int:
         """Register a call to ``owner``; gives its ``rpc_id``."""
         with self._lock:
@@ -261,13 +293,22 @@ class InflightTable:
     def take_flight(self, output_id: str, attempt: int) -> Flight | None:
         """Take an output out, unless the id is gone or the attempt is an earlier one."""
         with self._lock:
-            key = _key(output_id)
+            key = key_of(output_id)
             flight = self._output_futures.get(key)
             if flight is None or flight.attempt != attempt:
                 self.stale_messages += 1
                 return None
             del self._output_futures[key]
             self._delivered[key] = flight.output
+            return flight
+
+    def running_flight(self, output_id: str, attempt: int) -> Flight | None:
+        """Find an output of which a part is here, unless the id is gone or the attempt past."""
+        with self._lock:
+            flight = self._output_futures.get(key_of(output_id))
+            if flight is None or flight.attempt != attempt:
+                self.stale_messages += 1
+                return None
             return flight
 
     def drop_flight(self, flight: Flight) -> bool:
@@ -328,9 +369,9 @@ class InflightTable:
     def output_future(self, output_id: str) -> OutputFuture | None:
         """Find the future of an output that is open, or resolved and still held."""
         with self._lock:
-            flight = self._output_futures.get(_key(output_id))
+            flight = self._output_futures.get(key_of(output_id))
             if flight is None:
-                return self._delivered.get(_key(output_id))
+                return self._delivered.get(key_of(output_id))
         flight.output.want()
         return flight.output
 
@@ -350,6 +391,6 @@ class InflightTable:
             }
 
 
-def _key(output_id: str) -> str:
+def key_of(output_id: str) -> str:
     """Give the part of an output's id that it has from submit on; keys hold no slash."""
     return output_id.rpartition("/")[2]

@@ -7,6 +7,8 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from sidestream.errors import (
@@ -19,11 +21,14 @@ from sidestream.errors import (
 )
 from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.caller_pump import CallerPump, ReadingTurn
 from sidestream.executor.dispatcher import fresh
 from sidestream.executor.futures import EngineFuture
+from sidestream.executor.health import Health
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.executor.process import WorkerProcess
-from sidestream.executor.pump import ResultChannel, ResultPumpThread
+from sidestream.executor.pump import ResultPump, ResultPumpThread
+from sidestream.executor.result_channel import ResultChannel
 from sidestream.protocol import Command, Shutdown
 from sidestream.transport.channel import Frame
 from sidestream.transport.envelope import Delivery, encode_command
@@ -34,6 +39,8 @@ from sidestream.worker.worker import WorkerSettings
 _START_POLL_S: Final = 0.2
 #: How long a worker that closed its connection may take to be gone: it is ending.
 _LINGER_S: Final = 0.5
+#: How long it may take to hear of a death that is known.
+_NOTICE_S: Final = 1.0
 
 
 class MultiprocExecutor(Executor):
@@ -48,9 +55,15 @@ class MultiprocExecutor(Executor):
         hang_timeout_s: float = math.inf,
         table: InflightTable | None = None,
         callbacks: CallbackThread | None = None,
+        turn: ReadingTurn | None = None,
     ) -> None:
+        """Read answers on a thread of its own, or with ``turn`` on those of who waits for one."""
         super().__init__(
-            dispatch_depth, hang_timeout_s=hang_timeout_s, table=table, callbacks=callbacks
+            dispatch_depth,
+            hang_timeout_s=hang_timeout_s,
+            is_stepwise=settings.step_execution,
+            table=table,
+            callbacks=callbacks,
         )
         self._settings = settings
         self._start_timeout_s = start_timeout_s
@@ -60,7 +73,8 @@ class MultiprocExecutor(Executor):
         self._hung: WorkerHungError | None = None
         self._process: WorkerProcess | None = None
         self._exited = threading.Event()
-        self._pump = ResultPumpThread(
+        make_pump = ResultPumpThread if turn is None else partial(CallerPump, turn)
+        self._pump: ResultPump = make_pump(
             (),
             self._on_message,
             on_closed=self._on_closed,
@@ -108,8 +122,9 @@ class MultiprocExecutor(Executor):
 
     def _await_start(self, started: concurrent.futures.Future[Delivery]) -> None:
         while True:
+            attended = self._attend(started.done, _START_POLL_S)
             try:
-                message, _ = started.result(_START_POLL_S).open()
+                message, _ = started.result(0.0 if attended else _START_POLL_S).open()
             except concurrent.futures.TimeoutError:
                 silent_s = time.monotonic() - self._last_progress
                 if silent_s > self._start_timeout_s:
@@ -143,7 +158,8 @@ class MultiprocExecutor(Executor):
 
     def has_started(self, flight: Flight) -> bool:
         """Tell whether the worker has begun with a flight that it has."""
-        return flight.is_computed or self.process.control.running == flight.rpc_id
+        # Commands run in order; what it had done with before is out, or computed, or stepped on.
+        return flight.is_computed or self.process.control.running >= flight.rpc_id
 
     def _end_hung(self, silent_s: float) -> None:
         process = self.process
@@ -167,18 +183,32 @@ class MultiprocExecutor(Executor):
     def _await_end(self, timeout_s: float) -> None:
         # The pump goes on meanwhile: it takes in what the worker still has to say. One that is not
         # ready yet has nothing to finish.
-        if self._process is not None:
-            self._process.is_gone(timeout_s if self.worker else 0.0)
+        if self._process is None:
+            return
+        timeout_s = timeout_s if self.worker else 0.0
+        if not self._attend(self._exited.is_set, timeout_s):
+            self._process.is_gone(timeout_s)
 
     def _force_end(self) -> None:
         if self._process is not None:
             self._process.end()
-            if self._pump.is_alive():
+            if self._pump.is_alive() and not self._attend(self._exited.is_set, FORCE_S):
                 self._exited.wait(FORCE_S)
         self._pump.stop(FORCE_S)
         self._fail_all(EngineClosedError("The engine was closed before this could finish."))
         if self._process is not None:
             self._process.close()
+
+    def check_health(self) -> Health:
+        """Say whether work would be done; no message is sent for it."""
+        is_open = self._broken is None and self._closed is None and not self.is_in_child
+        if is_open and self._process is not None and self._process.is_gone():
+            # Where no thread reads, nobody may have noticed yet.
+            self._attend(lambda: self._broken is not None, _NOTICE_S)
+        return super().check_health()
+
+    def _attend(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._pump.attend(is_done, timeout_s)
 
     def _send(self, command: Command) -> None:
         self._pump.send(self.process.channel, encode_command(command))

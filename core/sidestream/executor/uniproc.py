@@ -108,7 +108,11 @@ class UniprocExecutor(Executor):
         callbacks: CallbackThread | None = None,
     ) -> None:
         super().__init__(
-            dispatch_depth, hang_timeout_s=hang_timeout_s, table=table, callbacks=callbacks
+            dispatch_depth,
+            hang_timeout_s=hang_timeout_s,
+            is_stepwise=settings.step_execution,
+            table=table,
+            callbacks=callbacks,
         )
         self._settings = settings
         self._start_timeout_s = start_timeout_s
@@ -162,7 +166,7 @@ class UniprocExecutor(Executor):
 
     def has_started(self, flight: Flight) -> bool:
         """Tell whether the worker has begun with a flight that it has."""
-        return flight.is_computed or self._control.running == flight.rpc_id
+        return flight.is_computed or self._control.running >= flight.rpc_id
 
     def _end_hung(self, silent_s: float) -> None:
         self._break(

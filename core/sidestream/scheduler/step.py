@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -82,21 +82,9 @@ class StepScheduler(Generic[T]):
         return self._call is not None
 
     @property
-    def has_states(self) -> bool:
-        """Tell whether any has steps left, or a state that has to go."""
-        return any(r.phase is not _Phase.LEAVING for r in self._residents.values())
-
-    @property
-    def may_join(self) -> bool:
-        """Tell whether one more may be prepared now."""
-        return self._call is None and len(self._residents) < self._max_resident
-
-    def join(self, item: T) -> StepCall[T]:
-        """Take a request in; gives the call that prepares it."""
-        assert self.may_join
-        self._residents[item.key] = _Resident(item)
-        self._call = StepCall(StepStage.PREPARE, (item,))
-        return self._call
+    def has_room(self) -> bool:
+        """Tell whether one more may have device memory."""
+        return len(self._residents) < self._max_resident
 
     def give_up(self, key: str) -> None:
         """Have a request's state dropped by the next call; nothing where it has none any more."""
@@ -104,22 +92,15 @@ class StepScheduler(Generic[T]):
         if resident is not None and resident.phase is not _Phase.LEAVING:
             resident.phase = _Phase.GIVEN_UP
 
-    def next(self) -> StepCall[T] | None:
-        """Give the next call; None: one is out, or nobody has a step to take."""
-        if self._call is not None:
-            return None
-        # First, whatever else waits: what is given up holds memory.
-        dropped = [r for r in self._residents.values() if r.phase is _Phase.GIVEN_UP]
-        if dropped:
-            self._call = StepCall(StepStage.DROP, tuple(r.item for r in dropped))
+    def next(self, newcomer: Callable[[], T | None] = lambda: None) -> StepCall[T] | None:
+        """Give the next call; None: one is out, or there is nothing to do.
+
+        ``newcomer`` gives a request that joins, if there is one; it is asked once there is room.
+        """
+        if self._call is None:
+            self._call = self._drop() or self._join(newcomer) or self._step()
             return self._call
-        members = self._members()
-        if not members:
-            return None
-        for member in members:
-            self._residents.move_to_end(member.item.key)
-        self._call = StepCall(StepStage.DENOISE, tuple(r.item for r in members))
-        return self._call
+        return None
 
     def answer(self, results: Iterable[tuple[str, StepFate, Hashable | None]]) -> None:
         """End the call with what became of each of its members: key, fate and share key."""
@@ -147,6 +128,25 @@ class StepScheduler(Generic[T]):
             del self._residents[key]
         elif self._call is not None and resident.item in self._call.items:
             self._early.add(key)
+
+    def _drop(self) -> StepCall[T] | None:
+        # First, whatever else waits: what is given up holds memory.
+        dropped = [r.item for r in self._residents.values() if r.phase is _Phase.GIVEN_UP]
+        return StepCall(StepStage.DROP, tuple(dropped)) if dropped else None
+
+    def _join(self, newcomer: Callable[[], T | None]) -> StepCall[T] | None:
+        # Before the others' next step, which it might share; to prepare takes less than a step.
+        item = newcomer() if self.has_room else None
+        if item is None:
+            return None
+        self._residents[item.key] = _Resident(item)
+        return StepCall(StepStage.PREPARE, (item,))
+
+    def _step(self) -> StepCall[T] | None:
+        members = self._members()
+        for member in members:
+            self._residents.move_to_end(member.item.key)
+        return StepCall(StepStage.DENOISE, tuple(r.item for r in members)) if members else None
 
     def _members(self) -> list[_Resident[T]]:
         members: list[_Resident[T]] = []
