@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from sidestream.errors import ConfigError
+from sidestream.request import DiffusionRequest
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,10 @@ class EngineConfig:
     hang_timeout_s: float = 300.0
     #: How often a worker that died may be restarted within ten minutes; 0: never.
     max_restarts: int = 3
+    #: A request that each worker runs before it is ready: kernels are chosen then, and memory for
+    #: outputs of that size is made. None: memory for the size that the pipeline's
+    #: ``output_nbytes`` says, if it has one.
+    warm_up: DiffusionRequest | None = None
     #: How long a starting worker may show no progress.
     start_timeout_s: float = 600.0
 
@@ -107,6 +112,8 @@ class EngineConfig:
             raise ConfigError("host_buffer_bytes", self.host_buffer_bytes, "a number of bytes")
         if not self.max_batch_wait_s >= 0:
             raise ConfigError("max_batch_wait_s", self.max_batch_wait_s, "seconds, 0 or more")
+        if self.warm_up is not None and not isinstance(self.warm_up, DiffusionRequest):
+            raise ConfigError("warm_up", self.warm_up, "a DiffusionRequest or None")
         for name in ("start_timeout_s", "hang_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "a positive number")

@@ -417,6 +417,8 @@ def _make_executor(
         ),
         announce_last_step=config.max_batch_size > 1,
         slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
+        max_batch_size=config.max_batch_size,
+        warm_up=_pack_warm_up(config, source),
     )
     kind: Callable[..., Executor] = (
         UniprocExecutor
@@ -435,6 +437,20 @@ def _make_executor(
 
 def _started(is_started: bool) -> str:
     return "started" if is_started else "not started"
+
+
+def _pack_warm_up(config: EngineConfig, source: PipelineSource) -> bytes | None:
+    from sidestream.transport.packing import PackingError, pack_bytes
+
+    if config.warm_up is None:
+        return None
+    params = config.warm_up.sampling_params.with_defaults(source.defaults)
+    if params.seed is None:
+        params = replace(params, seed=0)
+    try:
+        return pack_bytes(replace(config.warm_up, sampling_params=params), root="warm_up")
+    except PackingError as error:
+        raise InvalidRequestError(f"The request to warm up with can't be sent: {error}") from error
 
 
 def _take_first(handles: deque[RequestHandle]) -> DiffusionOutput:

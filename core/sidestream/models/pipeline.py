@@ -21,6 +21,10 @@ class Pipeline(Protocol):
         ``forward`` takes several requests at once.
     ``outputs_are_private`` (False)
         No later forward writes to the memory of a payload, so no clone is needed.
+    ``output_nbytes(params)`` (None)
+        The bytes of one output, after the device half of post-processing, for sampling parameters
+        of which any may be None; None: not known. Memory for outputs of the default size is made
+        before the first request.
     ``post_process`` (the class's name)
         A key of the post-processing registry; None: payloads go through untouched.
     ``on_step`` (None)

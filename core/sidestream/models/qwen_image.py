@@ -164,6 +164,17 @@ class QwenImage:
         call["generator"] = [generator for own in params for generator in generators(own)]
         return call
 
+    def output_nbytes(self, params: SamplingParams) -> int | None:
+        """Give the bytes of one output; None for latents."""
+        params = params.with_defaults(self.defaults)
+        if params.output_type == "latent":
+            return None
+        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        values = 3 * (params.height or default) * (params.width or default)
+        is_float = params.output_type == "float"
+        item_bytes = self.pipeline.vae.dtype.itemsize if is_float else 1
+        return int(values * item_bytes * (params.num_outputs_per_prompt or 1))
+
     def _finish(self, latents: Tensor, params: SamplingParams) -> Tensor:
         return latents if params.output_type == "latent" else self._decode(latents, params)
 

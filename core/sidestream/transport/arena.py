@@ -109,7 +109,8 @@ class SlotPool:
         self._arenas: dict[int, Arena] = {}
         self._slots: dict[int, Slot] = {}
         self._dropped: list[int] = []
-        self._blocks_made = 0
+        self._blocks_numbered = 0
+        self._made = 0
         # The upper half tells pools apart: what a reader returns to the worker that came after its
         # own is ignored.
         self._next_token = (secrets.randbits(30) + 1) << 32
@@ -126,7 +127,7 @@ class SlotPool:
             slots_in_use=len(self._slots),
             one_shots=self._one_shots,
             retired=self._retired,
-            made=self._blocks_made,
+            made=self._made,
         )
 
     def acquire(self, nbytes: int) -> Slot:
@@ -143,6 +144,7 @@ class SlotPool:
             return self._register(arena, arena.take(room), nbytes)
         block = self._one_shot(max(nbytes, 1))
         self._one_shots += 1
+        self._made += 1
         return self._register(block, 0, nbytes)
 
     def announced(self, slot: Slot) -> None:
@@ -288,6 +290,7 @@ class SlotPool:
                 arena.close()
                 raise
         self._arenas[arena.id] = arena
+        self._made += 1
         return arena
 
     def _drop_if_spent(self, arena: Arena) -> None:
@@ -300,8 +303,8 @@ class SlotPool:
         arena.drop()
 
     def _next_block_id(self) -> int:
-        self._blocks_made += 1
-        return self._blocks_made
+        self._blocks_numbered += 1
+        return self._blocks_numbered
 
     def _arena_bytes(self) -> int:
         # Of a copy, which is made in one go: other threads may ask for statistics.

@@ -55,6 +55,7 @@ from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
 from sidestream.worker.stages import Stages
 from sidestream.worker.stepping import Stepper
+from sidestream.worker.warm_up import declared_nbytes, measured_nbytes, reserve_outputs
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,10 @@ class WorkerSettings:
     #: Say when a forward is at its last step, for the next batch to be bound then.
     announce_last_step: bool = False
     slot_budget_bytes: int = 512 << 20
+    #: Requests that may share a forward.
+    max_batch_size: int = 1
+    #: A packed request to run before the worker is ready; None: none.
+    warm_up: bytes | None = None
 
 
 class WorkerPort(Protocol):
@@ -159,12 +164,22 @@ class Worker:
         elif hasattr(self.pipeline.pipeline, "on_step"):
             self.pipeline.pipeline.on_step = self._on_step
         self._progress("output")
+        sink = self._port.make_sink(self.platform, self.device)
+        self._warm_up(sink)
         self._outputs.start(
-            self.platform,
-            self.device,
-            self._port.make_sink(self.platform, self.device),
-            in_background=self.settings.async_output,
+            self.platform, self.device, sink, in_background=self.settings.async_output
         )
+
+    def _warm_up(self, sink: OutputSink[Any]) -> None:
+        settings = self.settings
+        if settings.warm_up is None:
+            nbytes = declared_nbytes(self.pipeline)
+        else:
+            request = _decode_request(settings.warm_up)
+            nbytes = measured_nbytes(self.pipeline, request, self.platform, self.device)
+        # Those on the device, as many with the reader, and one whose return is on its way.
+        least = settings.max_batch_size * (settings.max_pending_outputs + 1) + 1
+        reserve_outputs(sink, nbytes, least)
 
     def run(self) -> None:
         """Take commands until ``Shutdown``, then bring out what is pending."""
