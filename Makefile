@@ -8,7 +8,7 @@ READY := $(VENV)/.installed
 TESTED := core plugins tests examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak lint types format package check-extras constraints clean
+.PHONY: help venv demo test test-npu soak lint types format package check-extras constraints clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ demo: $(READY) ## draw digits through the asynchronous path into ./demo/
 # them slow. A file stays in one process, since what it sets up is for all of its tests.
 test: $(READY) ## run the tests (about five minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 --dist loadfile
+
+test-npu: ## run the NPU plugin over the real torch_npu and a simulated runtime (.venv-npu, g++)
+	$(PYTHON) scripts/test_npu.py
 
 soak: $(READY) ## run the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
@@ -56,5 +59,5 @@ constraints: $(READY) ## write the versions of .venv into constraints.txt
 	mv $(VENV)/constraints constraints.txt
 
 clean: ## remove what the other commands made
-	rm -rf $(VENV) demo dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-npu demo dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find core plugins tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
