@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Final
 
 AUTOLOAD_VARIABLE: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+#: What torch loads along with itself has an entry point here.
+BACKEND_GROUP: Final = "torch.backends"
 
 
 @contextmanager
@@ -31,3 +34,15 @@ def without_autoload() -> Iterator[None]:
             os.environ.pop(AUTOLOAD_VARIABLE, None)
         else:
             os.environ[AUTOLOAD_VARIABLE] = before
+
+
+def hide_other_backends() -> None:
+    """Make the packages that torch would have loaded, and nobody has imported, seem not installed.
+
+    transformers imports torch_npu wherever it is installed. A broken one then keeps any pipeline
+    from being loaded, and a whole one takes torch's one place for devices from outside. Call it in
+    a process of a platform's own, once the platform has imported what it needs.
+    """
+    for entry in entry_points(group=BACKEND_GROUP):
+        # With None there an import raises ModuleNotFoundError, and find_spec() finds nothing.
+        sys.modules.setdefault(entry.module.partition(".")[0], None)  # type: ignore[arg-type]

@@ -66,7 +66,9 @@ def plugins(tmp_path, monkeypatch):
 @pytest.fixture
 def torchless(plugins):
     """Put a torch on the path that can't be imported: an examination is then quick."""
-    (plugins.path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: no such file')\n")
+    (plugins.path / "torch.py").write_text(
+        "raise ImportError('libtorch_cpu.so: cannot open shared object file')\n"
+    )
     return plugins
 
 

@@ -131,11 +131,15 @@ def test_all_of_them_at_once_are_told_and_the_good_one_is_tested(plugins, examin
 
 
 PIPELINE = """
+from importlib.util import find_spec
+
 import torch
 
 class Gradient:
     @classmethod
     def load(cls, config):
+        # Libraries import it where they find it.
+        assert find_spec("broken_vendor") is None
         self = cls()
         self.device = config.device
         return self

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+from sidestream.autoload import BACKEND_GROUP
+
 try:
     import resource
 except ImportError:  # not a Unix
     resource = None  # type: ignore[assignment]
-
-EXTENSION_GROUP: Final = "torch.backends"
 
 Stage = Callable[[str], None]
 
@@ -93,7 +93,7 @@ def _extension(stage: Stage, name: str, module: str) -> dict[str, Any]:
     import torch  # noqa: F401
 
     stage(f"importing {module}")
-    for entry in entry_points(group=EXTENSION_GROUP, name=name):
+    for entry in entry_points(group=BACKEND_GROUP, name=name):
         entry.load()()
         return {"loaded_by": entry.value}
     importlib.import_module(module)

@@ -13,8 +13,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from typing import Final
 
 import sidestream
+from sidestream.autoload import BACKEND_GROUP
 from sidestream.doctor.causes import cause_of
-from sidestream.doctor.child import EXTENSION_GROUP
 from sidestream.doctor.limits import find_limits
 from sidestream.doctor.platforms import Examined, Examiner, is_installed
 from sidestream.doctor.questions import Answer, Questions
@@ -132,7 +132,7 @@ def _submit_extensions(
 ) -> dict[str, Future[Finding]]:
     """Load each package that extends torch, alone; and torch with all that load themselves."""
     submitted: dict[str, Future[Finding]] = {}
-    entries = entry_points(group=EXTENSION_GROUP)
+    entries = entry_points(group=BACKEND_GROUP)
     for entry in entries:
         submitted[entry.module] = threads.submit(
             _extension_finding, questions, entry.name, entry.module, _title(entry.dist)

@@ -57,6 +57,9 @@ class LocalPort:
         """Deliver an envelope; futures resolve here, callbacks run elsewhere."""
         self._executor.on_message(LocalDelivery(message))
 
+    def device_bound(self) -> None:
+        """Do nothing: what may be imported in this process is not ours to say."""
+
     def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
         """Make a sink of page-locked memory."""
         return HostSink(platform, device, deliver=self._deliver, fail=self._fail)

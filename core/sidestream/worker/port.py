@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from sidestream.autoload import hide_other_backends
 from sidestream.errors import DeviceLostError
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
 from sidestream.transport.channel import Channel, ChannelClosed
@@ -48,6 +49,10 @@ class ChannelPort:
     def send(self, message: AsyncDiffusionOutput) -> None:
         """Send an envelope; any thread."""
         self._messages.send(encode_message(message))
+
+    def device_bound(self) -> None:
+        """Keep libraries from importing another vendor's package in this process."""
+        hide_other_backends()
 
     def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
         """Make a sink of shared slots."""

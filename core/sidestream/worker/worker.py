@@ -112,6 +112,10 @@ class WorkerPort(Protocol):
         """Send an envelope that carries no output; any thread."""
         ...
 
+    def device_bound(self) -> None:
+        """Take note that the platform has imported all that it needs."""
+        ...
+
     def make_sink(self, platform: Platform, device: torch.device) -> OutputSink[Any]:
         """Make the sink of this worker's outputs."""
         ...
@@ -148,6 +152,7 @@ class Worker:
         self.platform = load_plugin(self.settings.platform, self.settings.plugin)
         self.device = self.platform.device(self.settings.device_index)
         self.platform.set_device(self.device)
+        self._port.device_bound()
         self_test(self.platform, self.device)
         self._progress("pipeline")
         config = PipelineConfig(
