@@ -459,7 +459,7 @@ def test_the_first_failure_in_generate_aborts_the_others(engine, gate, until):
 
 def test_qwen_image_stops_between_two_steps(make_engine, gate):
     engine = make_engine(
-        "abort_pipes:GatedQwenImage", model="digits", platform="cpu", executor="uniproc"
+        "gated_qwen_pipes:GatedQwenImage", model="digits", platform="cpu", executor="uniproc"
     )
     handle = engine.submit(DiffusionRequest(gate.prompt, SamplingParams(seed=1)))
     assert gate.reached() == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -23,11 +24,23 @@ def submit_together(engine, requests):
         return [engine.submit(r) for r in requests]
 
 
+@pytest.fixture
+def batching(engines):
+    """Give engines that run up to eight requests together."""
+
+    def get(platform, executor):
+        engine = engines("Batching", platform, executor, max_batch_size=8)
+        engine.executor.collective_rpc("seen")  # that of earlier tests
+        return engine
+
+    return get
+
+
 @ways
 def test_compatible_requests_share_a_forward_and_each_gets_its_own_output(
-    make_engine, platform, executor
+    batching, platform, executor
 ):
-    engine = make_engine("Batching", platform=platform, executor=executor, max_batch_size=4)
+    engine = batching(platform, executor)
     handles = submit_together(
         engine, [request(seed=i, request_id=f"r{i}", height=8 + 8 * (i % 2)) for i in range(6)]
     )
@@ -54,8 +67,8 @@ def test_without_support_or_without_the_setting_each_request_runs_alone(make_eng
 
 
 @ways
-def test_a_member_that_fails_fails_alone(make_engine, platform, executor):
-    engine = make_engine("Batching", platform=platform, executor=executor, max_batch_size=8)
+def test_a_member_that_fails_fails_alone(batching, platform, executor):
+    engine = batching(platform, executor)
     prompts = ["x", "member", "none", "x"]
     good, member, none, last = submit_together(
         engine, [request(p, seed=i, request_id=f"r{i}") for i, p in enumerate(prompts)]
@@ -73,9 +86,9 @@ def test_a_member_that_fails_fails_alone(make_engine, platform, executor):
 
 @ways
 def test_when_a_batch_dies_of_one_member_the_others_run_again_without_it(
-    make_engine, platform, executor
+    batching, platform, executor
 ):
-    engine = make_engine("Batching", platform=platform, executor=executor, max_batch_size=8)
+    engine = batching(platform, executor)
     prompts = ["x", "raise", "x"]
     first, bad, last = submit_together(
         engine, [request(p, seed=i, request_id=f"r{i}") for i, p in enumerate(prompts)]
@@ -90,22 +103,35 @@ def test_when_a_batch_dies_of_one_member_the_others_run_again_without_it(
     assert stats["outputs"] == stats["queued"] == stats["forwards"] == 0
 
 
-@pytest.fixture
-def gates(tmp_path):
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory):
     """Give a function that lets the gated forward go into its step k, once it is there."""
+    folder = tmp_path_factory.mktemp("gates")
     for step in (1, 2, 3):
-        os.mkfifo(tmp_path / str(step))
+        os.mkfifo(folder / str(step))
 
     def open_gate(step):
-        (tmp_path / str(step)).write_text("go")
+        (folder / str(step)).write_text("go")
 
-    open_gate.folder = str(tmp_path)
+    open_gate.folder = str(folder)
     return open_gate
 
 
-def test_seven_that_come_while_one_runs_share_the_next_forward(make_engine, gates):
-    options = {"gates": gates.folder}
-    engine = make_engine("Stepping", platform="cpu", max_batch_size=8, pipeline_options=options)
+@pytest.fixture(scope="module")
+def stepping(gates):
+    """Give an engine in whose forwards the gates are."""
+    config = sidestream.EngineConfig(
+        pipeline="sidestream_pipes:Stepping",
+        platform="cpu",
+        max_batch_size=8,
+        pipeline_options={"gates": gates.folder},
+    )
+    with sidestream.DiffusionEngine(config) as engine:
+        yield engine
+
+
+def test_seven_that_come_while_one_runs_share_the_next_forward(stepping, gates):
+    engine = stepping
     handles = [engine.submit(request("gated", steps=2, request_id="r0"))]
     _until(lambda: _state(engine, "r0") == "dispatched")
     handles += [engine.submit(request(steps=2, request_id=f"r{i}")) for i in range(1, 8)]
@@ -117,9 +143,8 @@ def test_seven_that_come_while_one_runs_share_the_next_forward(make_engine, gate
     assert seen == [["r0"], [f"r{i}" for i in range(1, 8)]]
 
 
-def test_the_next_batch_is_bound_at_the_last_step_of_the_running_forward(make_engine, gates):
-    options = {"gates": gates.folder}
-    engine = make_engine("Stepping", platform="cpu", max_batch_size=8, pipeline_options=options)
+def test_the_next_batch_is_bound_at_the_last_step_of_the_running_forward(stepping, gates):
+    engine = stepping
     running = engine.submit(request("gated", steps=3, request_id="running"))
     _until(lambda: _state(engine, "running") == "dispatched")
     waiting = engine.submit(request(steps=3, request_id="next"))
@@ -139,16 +164,16 @@ def test_a_batch_waits_for_company_as_long_as_it_is_told(make_engine):
     )
     handles = [engine.submit(request(request_id=str(i))) for i in range(3)]
     for handle in handles:
-        handle.result(10)  # full: nobody waits 20 s
+        handle.result(15)  # full: nobody waits 20 s
     assert engine.executor.collective_rpc("seen")[0] == [["0", "1", "2"]]
     quick = make_engine(
         "Batching", platform="cpu", executor="uniproc", max_batch_size=3, max_batch_wait_s=0.05
     )
-    assert quick.submit(request()).result(10)
+    assert quick.submit(request()).result(15)
 
 
-def test_a_batch_can_be_run_past_the_queue(engines):
-    engine = engines("Batching", "sim")
+def test_a_batch_can_be_run_past_the_queue(batching):
+    engine = batching("sim", "multiproc")
     (answer,) = engine.executor.collective_rpc(
         "execute_model_batch", ([request(seed=i) for i in range(3)],)
     )
@@ -180,9 +205,7 @@ def _state(engine, request_id):
     return "done"
 
 
-def _until(condition, timeout_s=10):
-    import time
-
+def _until(condition, timeout_s=30):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -34,8 +34,32 @@ def mortal(make_engine, log, **config):
     return make_engine("Mortal", platform="cpu", pipeline_options={"log": str(log)}, **config)
 
 
-def test_requests_that_were_with_a_dead_worker_run_again_with_the_same_seed(make_engine, log):
-    engine = mortal(make_engine, log, max_restarts=3)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Make engines of mortals for more than one test each: by ``max_restarts``, with their log."""
+    running = {}
+
+    def get(max_restarts):
+        if max_restarts not in running:
+            log = tmp_path_factory.mktemp("mortal") / "log"
+            config = sidestream.EngineConfig(
+                pipeline="sidestream_pipes:Mortal",
+                platform="cpu",
+                pipeline_options={"log": str(log)},
+                max_restarts=max_restarts,
+            )
+            log.touch()
+            running[max_restarts] = sidestream.DiffusionEngine(config), log
+        return running[max_restarts]
+
+    yield get
+    for engine, _ in running.values():
+        engine.close(timeout_s=2)
+
+
+def test_requests_that_were_with_a_dead_worker_run_again_with_the_same_seed(shared):
+    engine, log = shared(max_restarts=3)
+    restarts = engine.stats()["restarts"]
     first = engine.submit(request("die-once"))
     others = [engine.submit(request(seed=i)) for i in range(4)]
     pixels = first.result(60).output
@@ -46,12 +70,12 @@ def test_requests_that_were_with_a_dead_worker_run_again_with_the_same_seed(make
     assert seeds[0] == seeds[1]
     assert pixels.flatten()[0].item() == pytest.approx(float(seeds[0]), rel=1e-6)
     assert engine.health().ok
-    assert engine.stats()["restarts"] == 1
+    assert engine.stats()["restarts"] == restarts + 1
     assert engine.stats()["outputs"] == engine.stats()["queued"] == 0
 
 
-def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(make_engine, log):
-    engine = mortal(make_engine, log, max_restarts=1)
+def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(shared):
+    engine, log = shared(max_restarts=1)
     handles = [
         engine.submit(request("die" if i == 2 else "x", seed=i, request_id=f"r{i}"))
         for i in range(6)
@@ -81,13 +105,12 @@ def test_a_batch_that_dies_runs_again_one_by_one(make_engine, log):
         handles[1].result(60)
 
 
-def test_after_the_last_restart_the_engine_refuses_with_the_cause(make_engine, log):
-    engine = mortal(make_engine, log, max_restarts=1)
-    for attempt in range(2):
-        pid = engine.executor.collective_rpc("pid")[0]
-        os.kill(pid, signal.SIGKILL)
-        if attempt == 0:
-            _until(lambda: engine.stats()["restarts"] == 1)
+def test_after_the_last_restart_the_engine_refuses_with_the_cause(shared):
+    engine, _ = shared(max_restarts=1)
+    if engine.stats()["restarts"] == 0:  # else an earlier test had the only one
+        os.kill(engine.executor.collective_rpc("pid")[0], signal.SIGKILL)
+        _until(lambda: engine.stats()["restarts"] == 1)
+    os.kill(engine.executor.collective_rpc("pid")[0], signal.SIGKILL)
     _until(lambda: not engine.health().ok)
     assert "SIGKILL" in engine.health().reason
     with pytest.raises(sidestream.WorkerDiedError, match="SIGKILL"):
@@ -119,14 +142,15 @@ def test_a_restart_that_fails_unforeseen_leaves_nobody_waiting(make_engine, log,
     assert "can't start new thread" in engine.health().reason
 
 
-def test_a_call_to_a_dead_worker_is_never_run_again(make_engine, log):
-    engine = mortal(make_engine, log, max_restarts=2)
+def test_a_call_to_a_dead_worker_is_never_run_again(shared):
+    engine, _ = shared(max_restarts=3)
+    restarts = engine.stats()["restarts"]
     pid = engine.executor.collective_rpc("pid")[0]
     os.kill(pid, signal.SIGSTOP)  # so that the call is with it when it dies
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(sidestream.WorkerDiedError):
         engine.executor.collective_rpc("echo", (1,))
-    _until(lambda: engine.stats()["restarts"] == 1)
+    _until(lambda: engine.stats()["restarts"] == restarts + 1)
     assert engine.executor.collective_rpc("echo", (2,)) == [2]
 
 
@@ -139,12 +163,13 @@ def test_closing_during_a_restart_leaves_nothing(make_engine, log):
         handle.result(10)
 
 
-def test_four_devices_share_the_work_and_each_restarts_alone(make_engine):
-    engine = make_engine("Gradient", platform="sim", devices=[0, 1, 2, 3], max_restarts=2)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_several_devices_share_the_work_and_each_restarts_alone(make_engine, count):
+    engine = make_engine("Gradient", platform="sim", devices=[*range(count)], max_restarts=2)
     pids = engine.executor.collective_rpc("pid")
-    assert len(set(pids)) == 4
+    assert len(set(pids)) == count
     devices = [d["device"] for d in engine.executor.collective_rpc("describe")]
-    assert devices == ["sim:0", "sim:1", "sim:2", "sim:3"]
+    assert devices == [f"sim:{index}" for index in range(count)]
     handles = [engine.submit(request(seed=i)) for i in range(40)]
     for i, handle in enumerate(handles):
         assert (handle.result(60).output == i).all()
@@ -153,13 +178,13 @@ def test_four_devices_share_the_work_and_each_restarts_alone(make_engine):
     for i, handle in enumerate(handles):
         assert (handle.result(60).output == i).all()
     assert engine.health().ok
-    _until(lambda: [g.state for g in engine.health().groups] == ["running"] * 4, timeout_s=60)
+    _until(lambda: [g.state for g in engine.health().groups] == ["running"] * count, timeout_s=60)
     again = engine.executor.collective_rpc("pid")
     assert again[1] != pids[1]
-    assert [again[i] for i in (0, 2, 3)] == [pids[i] for i in (0, 2, 3)]
-    assert engine.executor.collective_rpc("pid", ranks=[2]) == [pids[2]]
+    assert (again[0], again[2:]) == (pids[0], pids[2:])
+    assert engine.executor.collective_rpc("pid", ranks=[0]) == [pids[0]]
     with pytest.raises(sidestream.ConfigError, match="ranks"):
-        engine.executor.collective_rpc("pid", ranks=[4])
+        engine.executor.collective_rpc("pid", ranks=[count])
 
 
 def _until(condition, timeout_s=30):
