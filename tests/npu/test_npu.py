@@ -13,6 +13,7 @@ import torch
 from sidestream import DiffusionEngine, DiffusionRequest, EngineConfig, SamplingParams
 from sidestream.errors import PlatformError
 from sidestream.platforms.self_test import self_test
+from sidestream.testing.contract import PlatformContract
 
 NBYTES = 1 << 20
 POISON = 0xEE
@@ -126,6 +127,14 @@ def test_by_default_recording_waits_for_the_stream(simulator, platform, device, 
         assert events == []
     thread.join(30)
     assert events[0].wait(30)
+
+
+def test_the_work_that_the_contract_queues_keeps_a_stream_busy(platform, device, monkeypatch):
+    monkeypatch.setenv("ACLSIM_H2D_MIB_S", "512")
+    PlatformContract().queue_work(device, 0.3)
+    event = platform.record_device_event(device)
+    assert not event.wait(0.1)
+    assert event.wait(30)
 
 
 # --- devices --------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from sidestream.testing.contract import PlatformContract
 
 class TestNpu(PlatformContract):
     platform_name = "npu"
-    other_device_index = 1
 
     @pytest.fixture(autouse=True)
     def _simulator(self, simulator, monkeypatch):

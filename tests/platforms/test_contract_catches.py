@@ -94,6 +94,14 @@ DEFECTS = {
         """,
         "test_a_copy_into_a_pinned_mapping_is_asynchronous",
     ),
+    "binds-every-thread-to-device-0": (
+        """
+        @hookimpl
+        def set_device(device):
+            return sim.set_device(sim.device(0))
+        """,
+        "test_a_thread_is_bound_to_a_device_of_its_own",
+    ),
     "cries-wolf": (
         """
         @hookimpl

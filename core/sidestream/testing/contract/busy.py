@@ -26,12 +26,11 @@ _MOST_LAUNCHES: Final = 900
 class BusyStreamContract(PluginContract):
     """What the tests of a platform with streams share."""
 
-    @contextmanager
-    def busy_stream(self, device: torch.device) -> Iterator[None]:
-        """Keep the calling thread's current stream of ``device`` busy through the block.
+    def queue_work(self, device: torch.device, seconds: float) -> None:
+        """Queue about ``seconds`` of work on the calling thread's current stream of ``device``.
 
-        Queues host-to-device copies for about a second, which runs on past the block. They need
-        page-locked memory; a plugin without it, or a device that can be held, overrides this.
+        Copies from page-locked memory. Override it where there is none, or where the platform has
+        something that does so with fewer launches, such as a kernel that sleeps.
         """
         import torch
 
@@ -47,8 +46,17 @@ class BusyStreamContract(PluginContract):
         copy_once()
         target[:1].cpu()
         once_s = time.perf_counter() - started
-        for _ in range(min(math.ceil(_BUSY_S / once_s), _MOST_LAUNCHES)):
+        for _ in range(min(math.ceil(seconds / once_s), _MOST_LAUNCHES)):
             copy_once()
+
+    @contextmanager
+    def busy_stream(self, device: torch.device) -> Iterator[None]:
+        """Keep the calling thread's current stream of ``device`` busy through the block.
+
+        By work for about a second, which runs on past the block. Override it where a stream can be
+        held and released.
+        """
+        self.queue_work(device, _BUSY_S)
         yield
 
     @pytest.fixture

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import pytest
 
 from sidestream.platforms.platform import Platform, load_platform
-from sidestream.platforms.registry import PlatformRegistry, PluginRecord
+from sidestream.platforms.registry import PluginRecord
 from sidestream.platforms.self_test import self_test
-from sidestream.testing.contract.material import LIVENESS_S, filled, in_a_thread, random_bytes
+from sidestream.testing.contract.material import filled, in_a_thread, random_bytes
+from sidestream.testing.contract.probe import ProbeContract, output_of
 
 if TYPE_CHECKING:
     import torch
-
-_PROBE_SCRIPT: Final = """
-import json, os, sys, time
-from sidestream.platforms.plugin import ask_probe, load_hooks
-before = dict(os.environ), os.getcwd()
-started = time.perf_counter()
-manager = load_hooks(*sys.argv[1:])
-first, second = ask_probe(sys.argv[1], manager), ask_probe(sys.argv[1], manager)
-print(json.dumps({
-    "elapsed_s": time.perf_counter() - started,
-    "is_repeatable": first == second,
-    "is_pure": before == (dict(os.environ), os.getcwd()),
-    "vendor_modules": [name for name in sys.modules if name.partition("_")[0] == "torch"],
-    "name": first.name,
-    "device_type": first.device_type,
-    "reason": first.reason,
-}))
-"""
 
 _SELF_TEST_SCRIPT: Final = """
 import sys
@@ -50,18 +29,11 @@ print("passed")
 """
 
 
-class PluginContract:
+class PluginContract(ProbeContract):
     """What every plugin does, also one without streams such as the no-op base."""
 
-    #: The plugin's name.
-    platform_name: ClassVar[str]
     #: The device that the tests use.
     device_index: ClassVar[int] = 0
-
-    @pytest.fixture
-    def record(self) -> PluginRecord:
-        """Find the plugin; it is imported and probed, and torch is not needed."""
-        return PlatformRegistry.discover().select(self.platform_name)
 
     @pytest.fixture
     def platform(self, record: PluginRecord) -> Platform:
@@ -85,20 +57,9 @@ class PluginContract:
         yield device
         platform.synchronize_device(device)
 
-    def test_the_probe_is_quick_and_pure_and_says_why(self, record: PluginRecord) -> None:
-        """A probe runs in every main process, on machines that lack the vendor's packages."""
-        answer = json.loads(_output_of(_PROBE_SCRIPT, record.name, record.reference))
-        assert answer["vendor_modules"] == [], "importing or probing the plugin imports these"
-        assert answer["is_pure"], "the probe changed the environment or the working directory"
-        assert answer["is_repeatable"], "a second call answered something else"
-        assert answer["elapsed_s"] < 5, "a probe that takes seconds looks at more than files"
-        assert answer["name"] == self.platform_name
-        assert answer["device_type"], "device_type is empty"
-        assert answer["reason"].strip(), "a probe always says why"
-
     def test_it_works_in_a_fresh_process(self, platform: Platform, device: torch.device) -> None:
         """A worker imports the plugin by its reference and tests it before it says ready."""
-        output = _output_of(
+        output = output_of(
             _SELF_TEST_SCRIPT, platform.name, platform.reference, str(device.index or 0)
         )
         assert output.splitlines()[-1] == "passed"
@@ -159,20 +120,3 @@ def _private_use_holder() -> str | None:
     # The name has no public getter.
     name: str = torch._C._get_privateuse1_backend_name()
     return None if name == "privateuseone" else name
-
-
-def _output_of(script: str, *arguments: str) -> str:
-    # The plugin may be importable only by what this process added to its path.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # As workers start: only the plugin itself imports its vendor package.
-    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    ended = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=4 * LIVENESS_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout

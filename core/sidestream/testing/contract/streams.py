@@ -119,6 +119,26 @@ class StreamContract(BusyStreamContract):
         assert copied.wait(LIVENESS_S)
         assert received.equal(sent)
 
+    def test_a_thread_is_bound_to_a_device_of_its_own(
+        self, platform: Platform, device: torch.device
+    ) -> None:
+        """A thread that is bound to another device works there, and leaves this one where it is."""
+        import torch
+
+        if torch.get_device_module(device).device_count() < 2:
+            pytest.skip(f"{platform.name} has one device here")
+        other = platform.device(1 if device.index == 0 else 0)
+
+        def use_other() -> tuple[int, bool]:
+            platform.set_device(other)
+            made = torch.empty(1, device=other.type)
+            return made.device.index, recorded(platform, other).wait(LIVENESS_S)
+
+        with self.busy_stream(device):
+            assert in_a_thread(use_other) == (other.index, True)
+            assert torch.empty(1, device=device.type).device.index == device.index
+            assert not recorded(platform, device).wait(A_WHILE_S), "this thread was bound anew"
+
     @pytest.mark.parametrize("kind", ["another platform's", "torch.Event", "object", "None"])
     def test_a_foreign_event_is_refused_before_torch_sees_it(
         self, kind: str, device: torch.device, side: SideStream
