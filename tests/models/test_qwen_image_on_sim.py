@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestream.models.post_process import find_post_process, to_images
 from sidestream.models.qwen_image import QwenImage
 from sidestream.request import DiffusionRequest, SamplingParams
 
+from .moves import Moves
 from .stepping import run_interleaved, step
 
 PARAMS = SamplingParams(height=32, width=32, seed=3)
@@ -23,21 +23,6 @@ REQUEST = DiffusionRequest("a red apple", PARAMS)
 @pytest.fixture
 def on_sim(sim, qwen_folder, on_cpu):
     return QwenImage.load(on_cpu(qwen_folder, device=sim.device()))
-
-
-class Moves(TorchDispatchMode):
-    """Count copies between the host and a device; on CUDA each of them would wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = args[-1] if func is torch.ops.aten._to_copy.default else args[1]
-            self.count += source.device.type != result.device.type
-        return result
 
 
 def forward_and_finish(adapter, params=PARAMS):

@@ -127,6 +127,20 @@ def test_a_scalar_is_read_from_the_device(device, default):
     assert torch.equal(tensor, tensor.clone())
 
 
+def test_a_tensor_is_made_of_numbers_on_the_device(device):
+    number = torch.tensor(2.5).to(device)
+    assert agrees(torch.tensor([number, 1.0], device=device), torch.tensor([2.5, 1.0]))
+    assert torch.equal(torch.tensor([number]), torch.tensor([2.5]))
+
+
+def test_autocast_is_off_on_the_device_whatever_is_asked_for(device):
+    a = torch.ones(2, 2, device=device)
+    with torch.autocast("sim", enabled=False):
+        assert (a @ a).dtype == torch.float32
+    with pytest.warns(UserWarning, match="Disabling autocast"), torch.autocast("sim"):
+        assert (a @ a).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("dtype", "poison"),
     [

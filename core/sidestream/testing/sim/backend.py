@@ -68,6 +68,10 @@ class _DeviceModule:
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Give none: models may switch autocast off, and torch warns who switches it on."""
+        return []
+
     def manual_seed(self, seed: int) -> None:
         DEVICES[CURRENT.device_index].seed(seed)
 
@@ -148,8 +152,9 @@ def _register_factories() -> list[Any]:
     aten = library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
-    # torch.tensor() copies with __torch_dispatch__ switched off.
+    # torch.tensor() copies, and reads numbers, with __torch_dispatch__ switched off.
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten.impl("_local_scalar_dense", _item, "PrivateUse1")
     for name in _WHOLE_FACTORIES:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -212,6 +217,10 @@ def _empty_strided(
 
 def _copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return copy_(dst, src, non_blocking)
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    return run(torch.ops.aten._local_scalar_dense.default, (tensor,), {})
 
 
 def _whole(func: Any) -> Any:
