@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
         say(f"Making {folder} with {sys.executable}")
         make_environment(folder, python)
     install_torch(python)
-    say("Installing sidestream with its extras diffusers, video and dev")
-    pip_install(python, "--editable", f"{ROOT}[diffusers,video,dev]")
+    say("Installing sidestream with its extras diffusers, video, lora and dev")
+    pip_install(python, "--editable", f"{ROOT}[diffusers,video,lora,dev]")
 
 
 def restart_with_newer_python(arguments: list[str]) -> None:

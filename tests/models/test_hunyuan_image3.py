@@ -69,11 +69,11 @@ class TestTheSequence:
         finally:
             hook.remove()
 
-        image = trunk.block_in(trunk.patch_in(latents), trunk.time_in(time))
+        image = trunk.block_in(trunk.patch_in(latents), trunk.time_in(time, latents.dtype))
         tokens = torch.cat(
             [
                 trunk.trunk.embed_tokens(ids),
-                trunk.time_token(time)[:, None],
+                trunk.time_token(time, latents.dtype)[:, None],
                 image.flatten(2).transpose(1, 2),
             ],
             dim=1,

@@ -10,6 +10,7 @@ import diffusers.utils.logging
 import transformers.utils.logging
 
 from sidestream.errors import ConfigError, InvalidRequestError
+from sidestream.models.diffusers_options import DiffusersOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -51,18 +52,18 @@ def load_pretrained(
     ``components`` take the place of what the folder has under their names.
 
     Raises:
-        ConfigError: There is no folder, or ``config.options`` holds something.
+        ConfigError: There is no folder, or an option is not possible.
+        MissingDependencyError: An option needs a package that is not installed.
     """
-    name = pipeline_class.__name__
     if config.model is None:
-        raise ConfigError("model", None, f"a checkpoint folder for {name}")
-    if config.options:
-        raise ConfigError("pipeline_options", dict(config.options), f"nothing for {name}")
+        raise ConfigError("model", None, f"a checkpoint folder for {pipeline_class.__name__}")
+    options = DiffusersOptions.of(config.options)
     with quiet_progress_bars():
-        pipeline: Any = pipeline_class.from_pretrained(  # type: ignore[attr-defined]
-            config.model, dtype=config.dtype, local_files_only=True, **components
-        )
-        pipeline.to(config.device)
+        with options.loading(config) as arguments:
+            pipeline: Any = pipeline_class.from_pretrained(  # type: ignore[attr-defined]
+                config.model, local_files_only=True, **arguments, **components
+            )
+        options.apply(pipeline, config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline  # type: ignore[no-any-return]
 

@@ -57,6 +57,7 @@ class HunyuanImage3Transformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     # The router picks experts by its own small differences.
     _keep_in_fp32_modules: ClassVar = ["wg"]
+    _repeated_blocks: ClassVar = ["HunYuanMoEV1DecoderLayer"]
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -151,14 +152,14 @@ class HunyuanImage3Transformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         The prefix is as before when this returns; its rows are those of ``latents``.
         """
         rows, _, height, width = latents.shape
-        image = self.block_in(self.patch_in(latents), self.time_in(time))
+        image = self.block_in(self.patch_in(latents), self.time_in(time, latents.dtype))
         tokens = torch.cat(
-            [self.time_token(time)[:, None], image.flatten(2).transpose(1, 2)], dim=1
+            [self.time_token(time, latents.dtype)[:, None], image.flatten(2).transpose(1, 2)], dim=1
         )
         tokens = self._run(tokens, canvas.rotation, canvas.mask, prefix.cache)
         prefix.cache.crop(-tokens.shape[1])  # negative: so many off the end
         image = self.trunk.norm(tokens)[:, 1:].transpose(1, 2).reshape(rows, -1, height, width)
-        image = self.block_out(image, self.time_out(time))
+        image = self.block_out(image, self.time_out(time, latents.dtype))
         flow: Tensor = self.patch_out(nn.functional.silu(self.norm_out(image)))
         return flow
 
@@ -195,6 +196,6 @@ class _TimeEmbedding(nn.Module):
         self.project = Timesteps(_TIME_CHANNELS, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.embed = TimestepEmbedding(_TIME_CHANNELS, width, act_fn="gelu")
 
-    def forward(self, time: Tensor) -> Tensor:
-        embedded: Tensor = self.embed(self.project(time).to(self.embed.linear_1.weight.dtype))
+    def forward(self, time: Tensor, dtype: torch.dtype) -> Tensor:
+        embedded: Tensor = self.embed(self.project(time).to(dtype))
         return embedded

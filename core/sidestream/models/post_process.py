@@ -133,6 +133,9 @@ _DIFFUSION_POST_PROCESS_FUNCS: dict[str, PostProcess] = {
     "HeliosPipeline": _VIDEO,
     "WanPipeline": _VIDEO,
     "LTXPipeline": _VIDEO,
+    # Any of diffusers that have no entry of their own.
+    "DiffusionPipeline": PostProcess(device=decoded_to_output, host=_output_to_images),
+    "DiffusionVideoPipeline": _VIDEO,
 }
 
 

@@ -23,6 +23,8 @@ _ADAPTERS: Final[Mapping[str, str]] = {
     "WanPipeline": "sidestream.models.video:Wan",
     "LTXPipeline": "sidestream.models.video:LTX",
 }
+#: For every other class that diffusers has.
+_ANY_ADAPTER: Final = "sidestream.models.any_diffusers:AnyDiffusers"
 #: Checkpoints that come with the package: each is a folder of that name in it.
 _BUILT_IN: Final = ("digits",)
 _BUILT_IN_FOLDER: Final = Path(__file__).parent / "checkpoints"
@@ -130,18 +132,30 @@ def _find_adapter(folder: Path) -> str:
             f"a folder with {_MODEL_INDEX}, as DiffusionPipeline.save_pretrained writes it, or "
             "any folder together with pipeline='package.module:Class'",
         )
-    class_name = _read_object(path).get("_class_name")
-    reference = _ADAPTERS.get(class_name) if isinstance(class_name, str) else None
-    if reference is None:
-        raise ConfigError(
-            f"{path}: _class_name",
-            class_name,
-            f"{_listed(_ADAPTERS)}; for another class give pipeline='package.module:Class'",
-        )
     for package in ("diffusers", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(package, f"the model {str(folder)!r}", _INSTALL)
-    return reference
+    class_name = _read_object(path).get("_class_name")
+    if isinstance(class_name, str):
+        if class_name in _ADAPTERS:
+            return _ADAPTERS[class_name]
+        if class_name in _diffusers_pipelines():
+            return _ANY_ADAPTER
+    raise ConfigError(
+        f"{path}: _class_name",
+        class_name,
+        f"{_listed(_ADAPTERS)}, or another pipeline of the diffusers that is installed; for a "
+        "class of your own give pipeline='package.module:Class'",
+    )
+
+
+def _diffusers_pipelines() -> frozenset[str]:
+    """Name the pipelines that diffusers exports, without importing it: that takes seconds."""
+    spec = importlib.util.find_spec("diffusers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    exports = Path(spec.origin).read_text(encoding="utf-8")
+    return frozenset(re.findall(r'"(\w+Pipeline\w*)"', exports))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
