@@ -68,11 +68,15 @@ def test_on_the_cpu_pixels_equal_the_librarys_own(library_images, executor):
         assert np.array_equal(np.asarray(output.images[0]), np.asarray(image))
 
 
-def test_on_sim_pixels_equal_the_pipeline_on_sim_and_nearly_the_cpu(checkpoint, library_images):
+@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=pytest.mark.soak), "uniproc"])
+def test_on_sim_pixels_equal_the_pipeline_on_sim_and_nearly_the_cpu(
+    checkpoint, library_images, executor
+):
     platform = sidestream.load_platform("sim")
     device = platform.device(0)
     platform.set_device(device)
-    with DiffusionEngine(EngineConfig(model="digits", platform="sim")) as engine:
+    config = EngineConfig(model="digits", platform="sim", executor=executor)
+    with DiffusionEngine(config) as engine:
         outputs = engine.generate(_requests())
         assert engine.executor.collective_rpc("describe")[0]["output_thread"] is True
     direct = _directly(checkpoint, device, "pt")

@@ -237,6 +237,31 @@ def eventually() -> Callable[..., bool]:
     return wait
 
 
+#: What the outputs of ``couriers`` may take: eight of 1 MiB.
+COURIERS_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="session")
+def couriers() -> Iterator[Callable[[tuple[str, str]], sidestream.DiffusionEngine]]:
+    """Give engines by (platform, executor) that bring payloads, with little memory for outputs."""
+    import payload_pipes
+
+    running = {}
+
+    def get(way: tuple[str, str]) -> sidestream.DiffusionEngine:
+        if way not in running:
+            running[way] = payload_pipes.start(*way, host_buffer_bytes=COURIERS_BYTES)
+        engine = running[way]
+        payload_pipes.settle(engine)
+        counts = engine.stats()
+        assert (counts["ready_bytes"], counts["outputs"]) == (0, 0)
+        return engine
+
+    yield get
+    for engine in running.values():
+        engine.close(timeout_s=2)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
     """Give engines that tests leave as healthy as they were: a start costs seconds."""

@@ -8,7 +8,6 @@ import pickle
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,21 +37,6 @@ in_every_way = pytest.mark.parametrize(
 in_processes = pytest.mark.parametrize(
     "way", [WAYS[1], pytest.param(WAYS[0], marks=pytest.mark.soak)], ids="-".join
 )
-
-
-@pytest.fixture(scope="module")
-def couriers() -> Iterator[Callable[[tuple[str, str]], DiffusionEngine]]:
-    """Give engines by (platform, executor), with slots for eight outputs of 1 MiB."""
-    running = {}
-
-    def get(way: tuple[str, str]) -> DiffusionEngine:
-        if way not in running:
-            running[way] = payload_pipes.start(*way, host_buffer_bytes=8 * MIB)
-        return running[way]
-
-    yield get
-    for engine in running.values():
-        engine.close(timeout_s=2)
 
 
 def run_others(engine: DiffusionEngine, count: int = 40) -> None:
@@ -127,7 +111,9 @@ def test_what_is_written_to_one_output_shows_in_no_other(couriers, way):
         assert is_filled(engine.submit(fill(100_000, seed)).result(30), 100_000, seed)
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
+@pytest.mark.parametrize(
+    "way", [pytest.param(WAYS[1], marks=pytest.mark.soak), *WAYS[2:]], ids="-".join
+)
 def test_what_is_written_to_an_output_does_not_reach_the_pipeline_nor_the_request(way):
     engine = payload_pipes.start(*way, pipeline="payload_pipes:Borrower")
     try:

@@ -37,7 +37,7 @@ TABLE = [
     *(("worker", how, "sending a call's result", FAILS) for how in HOWS),
     *(("worker", how, "sending an output's head", FAILS) for how in HOWS),
     ("main", "SIGKILL", "hold the GIL, children live on", GONE),
-    ("main", "SIGKILL", "load, wait", GONE),
+    ("main", "SIGKILL", "wait, load, idle", GONE),
     ("main, then workers", "SIGKILL", "wait", GONE),
     ("workers, then main", "SIGKILL", "wait", GONE),
     ("process group of main", "SIGKILL", "hold the GIL", GONE),
@@ -228,23 +228,22 @@ def is_running(pid: int) -> bool:
 
 #: Engines in several phases at once, and children of main and of a worker that live on.
 MAIN = """
-idle = start()
+notes = os.path.join(sys.argv[1], "notes")
+os.mkfifo(notes)
+busy = start(pipeline_options={"notes": notes})
+workers = busy.executor.collective_rpc("pid")
 family = []
 if "children live on" in sys.argv:
-    (family,) = idle.executor.collective_rpc("start_helpers")
-workers = idle.executor.collective_rpc("pid")
-for what in sys.argv[2:]:
-    if what == "children live on":
-        continue
-    notes = os.path.join(sys.argv[1], "notes")
-    if not os.path.exists(notes):
-        os.mkfifo(notes)
-    if what == "load":
-        threading.Thread(target=start, kwargs={"pipeline_options":
-            {"notes": notes, "at_load": "wait"}}, daemon=True).start()
-    else:
-        handle = start(pipeline_options={"notes": notes}).submit(DiffusionRequest(what))
+    (family,) = busy.executor.collective_rpc("start_helpers")
+handle = busy.submit(DiffusionRequest(sys.argv[2]))
+noted(notes)
+if "load" in sys.argv:
+    threading.Thread(target=start, kwargs={"pipeline_options":
+        {"notes": notes, "at_load": "wait"}}, daemon=True).start()
     workers.append(noted(notes).strip())
+if "idle" in sys.argv:
+    idle = start()
+    workers += idle.executor.collective_rpc("pid")
 child = 0
 if family:
     child = os.fork()

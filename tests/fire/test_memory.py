@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ import payload_pipes
 from payload_pipes import MIB, fill, is_filled, memory_of, settle
 
 WAYS = [("cpu", "multiproc"), ("sim", "multiproc"), ("cpu", "uniproc"), ("sim", "uniproc")]
-BUFFER_BYTES = 8 * MIB
+BUFFER_BYTES = 8 * MIB  # that of ``couriers``
 #: Requests that may be under way when outputs are ready over the limit: at the worker, and on
 #: their way to the host.
 UNDER_WAY = 2 + 2
@@ -39,25 +38,6 @@ in_every_way = pytest.mark.parametrize(
 in_processes = pytest.mark.parametrize(
     "way", [WAYS[1], pytest.param(WAYS[0], marks=pytest.mark.soak)], ids="-".join
 )
-
-
-@pytest.fixture(scope="module")
-def couriers() -> Iterator[Callable[[tuple[str, str]], DiffusionEngine]]:
-    """Give engines by (platform, executor), with little memory for outputs; shared here."""
-    running = {}
-
-    def get(way: tuple[str, str]) -> DiffusionEngine:
-        if way not in running:
-            running[way] = payload_pipes.start(*way, host_buffer_bytes=BUFFER_BYTES)
-        engine = running[way]
-        counts = engine.stats()
-        assert (counts["ready_bytes"], counts["outputs"]) == (0, 0)
-        settle(engine)
-        return engine
-
-    yield get
-    for engine in running.values():
-        engine.close(timeout_s=2)
 
 
 def call(engine: DiffusionEngine, method: str, *args):
@@ -131,9 +111,8 @@ def test_a_handle_that_is_dropped_makes_room(couriers, eventually, way):
     assert engine.stats()["ready_bytes"] == 0
 
 
-@pytest.mark.parametrize(
-    "way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.soak)], ids="-".join
-)
+@pytest.mark.soak  # in short it is in tests/engine/test_observability.py
+@pytest.mark.parametrize("way", WAYS[:2], ids="-".join)
 def test_without_a_buffer_every_output_waits_for_its_reader(eventually, way):
     engine = payload_pipes.start(*way, host_buffer_bytes=0)
     try:

@@ -40,21 +40,6 @@ in_every_way = pytest.mark.parametrize(
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def couriers():
-    """Give engines by (platform, executor), which all tests here share."""
-    running = {}
-
-    def get(way: tuple[str, str]) -> DiffusionEngine:
-        if way not in running:
-            running[way] = payload_pipes.start(*way)
-        return running[way]
-
-    yield get
-    for engine in running.values():
-        engine.close(timeout_s=2)
-
-
 def deliver(engine: DiffusionEngine, prompt: str, tree: Any = None) -> sidestream.DiffusionOutput:
     return engine.submit(DiffusionRequest(prompt, inputs={"tree": tree})).result(60)
 

@@ -16,6 +16,10 @@ from sidestream import DiffusionRequest
 
 soak = pytest.mark.soak
 both = pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
+#: For what differs by no more than the cost of a worker's start.
+mostly_uniproc = pytest.mark.parametrize(
+    "executor", [pytest.param("multiproc", marks=soak), "uniproc"]
+)
 
 #: What a running forward is given, and what follows by force; with slack for a shared machine.
 LADDER_S = 5.0
@@ -64,7 +68,7 @@ def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes):
     assert isinstance(handle.exception(0), sidestream.EngineClosedError)
 
 
-@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=soak), "uniproc"])
+@mostly_uniproc
 def test_close_from_a_callback_resolves_everything(executor, start):
     engine = start(executor=executor)
     first = engine.submit(DiffusionRequest(""))
@@ -76,7 +80,7 @@ def test_close_from_a_callback_resolves_everything(executor, start):
         assert isinstance(handle.exception(0), sidestream.EngineClosedError | None)
 
 
-@both
+@mostly_uniproc
 def test_close_while_threads_submit_resolves_everything(executor, start):
     engine = start(executor=executor)
     handles: list[sidestream.RequestHandle] = []

@@ -21,12 +21,12 @@ def test_importing_sidestream_loads_no_torch_and_no_other_package(installed, sit
 
 def test_importing_sidestream_takes_less_than_a_third_of_a_second(installed, site, run_with):
     script = (
-        "import time; began = time.perf_counter()\n"
+        "import time; began = time.process_time()\n"
         "import sidestream\n"
-        "print(time.perf_counter() - began)"
+        "print(time.process_time() - began)"
     )
-    # The quickest of some, since other work on the machine can only add.
-    assert min(float(run_with(script, installed, site).stdout) for _ in range(5)) < IMPORT_S
+    # Time on a core: other work on the machine adds to what a clock on the wall would say.
+    assert min(float(run_with(script, installed, site).stdout) for _ in range(3)) < IMPORT_S
 
 
 def test_the_public_names_are_there_and_no_others_are_promised(installed, site, run_with):
