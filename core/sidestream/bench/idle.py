@@ -36,17 +36,21 @@ def idle(session: Session, *, seconds: float = 5.0) -> Table:
     table.add(what="import sidestream: seconds", value=imported - bare, bound=_IMPORT_S)
     table.add(what="sidestream --help: seconds", value=helped, bound=_HELP_S)
     needed = base_dependencies()
-    table.add(what="base dependencies", value=len(needed), bound=_DEPENDENCIES)
+    if needed:
+        table.add(what="base dependencies", value=len(needed), bound=_DEPENDENCIES)
+        table.notes.append(f"Base dependencies: {', '.join(needed)}.")
     for row in table.rows:
         if row["bound"] is not None:
             table.goal(row["what"], row["value"], bound=row["bound"])
-    table.notes.append(f"Base dependencies: {', '.join(needed)}.")
     return table
 
 
 def base_dependencies() -> list[str]:
-    """List the distributions that an installation without extras brings."""
-    requirements = importlib.metadata.requires("sidestream") or []
+    """List what an installation without extras brings; nothing if it is none."""
+    try:
+        requirements = importlib.metadata.requires("sidestream") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []  # run from a source tree
     return [line for line in requirements if "extra ==" not in line]
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from sidestream.bench.run import Findings
 from sidestream.bench.series import Sample
 from sidestream.bench.table import Table, median, percentile
 from sidestream.config import EngineConfig
@@ -23,7 +24,7 @@ def model_throughput(
     requests: int = 8,
     rounds: int = 3,
     steps: int | None = None,
-) -> tuple[Table, list[Sample]]:
+) -> Findings:
     """Measure a model at each size (height, width; None: its own), both ways in turn.
 
     ``config`` are fields of :class:`EngineConfig`. Both engines run at a time, so the device has
@@ -45,7 +46,7 @@ def model_throughput(
                     first, last = samples[0].taken_at, samples[-1].taken_at
                     rates[engine].append((requests - 1) / (last - first))
             _report(table, size, rates[off], rates[on])
-    return table, samples
+    return Findings(tables=[table], samples=samples)
 
 
 def _series(

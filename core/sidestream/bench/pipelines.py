@@ -15,7 +15,7 @@ import torch
 from sidestream.bench.forwards import forwards_on
 from sidestream.bench.workload import Workload, fill_of
 from sidestream.models.post_process import decoded_to_output
-from sidestream.platforms.platform import load_platform
+from sidestream.platforms.platform import Platform, load_plugin
 from sidestream.request import DiffusionRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class Synthetic:
     outputs_are_private = True
     post_process = None
 
-    def __init__(self, device: torch.device, platform: str) -> None:
+    def __init__(self, device: torch.device, platform: Platform) -> None:
         self.device = device
-        self._platform = load_platform(platform)
+        self._platform = platform
         self._work = forwards_on(device)
         self._marks: deque[_Marks] = deque(maxlen=_KEPT)
         self._last: DeviceEvent | None = None
@@ -82,8 +82,9 @@ class Synthetic:
 
     @classmethod
     def load(cls, config: PipelineConfig) -> Self:
-        """Make it for the device and the platform named in ``options``."""
-        return cls(config.device, config.options["platform"])
+        """Make it for the device and the platform that the options name."""
+        platform = load_plugin(config.options["platform"], config.options["plugin"])
+        return cls(config.device, platform)
 
     def forward(self, requests: Sequence[DiffusionRequest]) -> list[Any]:
         """Queue one forward; every member of a batch gets an output of its own."""

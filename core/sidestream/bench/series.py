@@ -124,7 +124,10 @@ class Session:
                 DiffusionEngine(
                     EngineConfig(
                         pipeline=REFERENCE,
-                        pipeline_options={"platform": self.platform.name},
+                        pipeline_options={
+                            "platform": self.platform.name,
+                            "plugin": self.platform.reference,
+                        },
                         platform=self.platform.name,
                         async_output=way == "on",
                         **settings,

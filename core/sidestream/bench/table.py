@@ -41,6 +41,8 @@ class Table:
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: How long the measurement took.
+    took_s: float | None = None
 
     def add(self, **figures: Any) -> None:
         """Add a row."""
@@ -64,6 +66,8 @@ class Table:
             )
             lines.append("  ".join((first, *rest)).rstrip())
         lines += [*map(str, self.goals), *self.notes]
+        if self.took_s is not None:
+            lines.append(f"(measured in {self.took_s:.0f} s)")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +89,7 @@ class Table:
             "rows": self.rows,
             "goals": goals,
             "notes": self.notes,
+            "took_s": self.took_s,
         }
 
 
