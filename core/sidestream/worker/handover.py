@@ -119,7 +119,12 @@ class HandOver:
             return
         try:
             job = self.transfer.prepare(
-                label, tree, private=private, forward=forward, timings=timings
+                label,
+                tree,
+                private=private,
+                copies_now=self.thread is None,
+                forward=forward,
+                timings=timings,
             )
             del tree
         except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on

@@ -110,17 +110,22 @@ class OutputTransfer:
         tree: Any,
         *,
         private: bool,
+        copies_now: bool = False,
         forward: Forward | None = None,
         timings: OutputTimings | None = None,
     ) -> OutputJob:
         """Take a payload apart and record the end of its forward, on the caller's stream.
+
+        ``private``: nobody writes to its device tensors again. ``copies_now``: nor to anything in
+        it before the job was run, so that its bytes are copied once, straight to their place.
 
         Raises:
             PackingError: A leaf can't travel; names it.
             DeviceLostError: The device no longer answers.
         """
         packed = pack(tree)
-        packed.make_private(clone_device=not private)
+        if not copies_now:
+            packed.make_private(clone_device=not private)
         job = OutputJob(
             label=label, packed=packed, forward=forward, timings=timings or OutputTimings()
         )
