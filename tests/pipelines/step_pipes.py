@@ -13,7 +13,6 @@ import signal
 import threading
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from abort_pipes import pause
@@ -126,9 +125,15 @@ class Walk(Gradient):
     def threads(self):
         return sorted(thread.name for thread in threading.enumerate())
 
-    def nap(self, folder):
-        (Path(folder) / "at").write_text("call\n")
-        (Path(folder) / "go").read_text()
+    def hold_forwards(self):
+        from sidestream.testing import sim
+
+        sim.default_stream(0).hold()
+
+    def release_forwards(self):
+        from sidestream.testing import sim
+
+        sim.default_stream(0).release()
 
 
 class SharedWalk(Walk):

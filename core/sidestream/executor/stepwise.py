@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,10 @@ class StepFuture(EngineFuture[Any]):
         self.flights = tuple(flights)
         self.sent_at = time.monotonic()
         self._on_done = on_done
+        # Guards the two below: an output may come on another thread than the answer.
+        self._telling = threading.Lock()
+        self._is_told = False
+        self._told_early: set[str] = set()
 
     def set_result(self, result: Delivery) -> None:
         """Take the envelope apart; it holds numbers only."""
@@ -58,14 +63,23 @@ class StepFuture(EngineFuture[Any]):
         super().set_exception(exception)
         self._on_done()
 
+    def tell_early(self, flight: Flight) -> None:
+        """Tell of the step that finished a part or an output which is here before the answer."""
+        with self._telling:
+            if not self._is_told and flight.key not in self._told_early:
+                self._told_early.add(flight.key)
+                flight.events.finish_step()
+
     def _tell(self, results: Iterable[StepResult]) -> None:
         flights = {flight.number: flight for flight in self.flights}
-        for result in results:
-            flight = flights[result.number]
-            if result.fate != StepFate.GONE:
-                flight.events.advance(result.step, result.num_steps)
-            if result.fate == StepFate.OUT:
-                flight.computed()
+        with self._telling:
+            self._is_told = True
+            for result in results:
+                flight = flights[result.number]
+                if result.fate != StepFate.GONE:
+                    flight.events.advance(result.step, result.num_steps)
+                if result.fate == StepFate.OUT:
+                    flight.computed()
 
 
 class StepCalls:
@@ -102,8 +116,8 @@ class StepCalls:
     def before_output(self, flight: Flight, rpc_id: int) -> None:
         """Have a flight's step told before what it finished, which may come before the answer."""
         call = self._call
-        if call is not None and call[0] == rpc_id and not call[1].done():
-            flight.events.finish_step()
+        if call is not None and call[0] == rpc_id:
+            call[1].tell_early(flight)
 
     def output_left(self, key: str) -> None:
         """Hear that a request's output is out, or will not come."""
