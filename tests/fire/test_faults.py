@@ -137,6 +137,62 @@ def test_a_faulting_kernel_fails_its_request_and_not_the_one_behind_it(engine_of
     assert_lost(engine, guilty, innocent, OutputTransferError)
 
 
+@pytest.fixture
+def stalled(engine_of, plugin, eventually):
+    """Start an engine with a request whose forward is done and whose copy has begun, and stays."""
+
+    def make(executor, **config):
+        engine = engine_of(executor, platform=plugin("stalls"), **config)
+        assert all_right(engine, 2)
+        engine.executor.collective_rpc("order", ("stall", 1))
+        innocent = engine.submit(request(seed=5))
+        assert eventually(lambda: engine.executor.collective_rpc("is_stalled")[0])
+        return engine, innocent
+
+    yield make
+    if "faults_platforms" in sys.modules:
+        sys.modules["faults_platforms"].WatchedEvent.is_awaited = False
+
+
+@mostly_uniproc
+@pytest.mark.parametrize("prompt", ["fault", "fault_and_wait"])
+def test_a_request_that_was_computed_is_not_blamed_for_the_next_ones_fault(
+    stalled, executor, prompt
+):
+    engine, innocent = stalled(executor)
+    guilty = engine.submit(request(prompt, reason=REASON))
+    # The fault may show before the guilty one's forward is over, or at its copy.
+    assert_lost(engine, guilty, [innocent], (ExecutionError, OutputTransferError))
+
+
+@pytest.mark.soak  # it starts two workers
+def test_a_request_that_was_computed_when_the_device_broke_runs_again(stalled):
+    engine, innocent = stalled("multiproc", max_restarts=2)
+    guilty = engine.submit(request("fault", reason=REASON))
+    error = guilty.exception(30)
+    assert isinstance(error, ExecutionError | OutputTransferError)
+    assert any(REASON in str(one) for one in chain(error))
+    assert (innocent.result(60).output == 5).all()
+    assert engine.stats()["restarts"] == 1
+
+
+@pytest.mark.soak  # it starts three workers
+@pytest.mark.timeout(240)
+def test_of_a_batch_that_broke_the_device_only_the_guilty_member_fails(engine_of):
+    engine = engine_of(pipeline="BatchFaulty", max_batch_size=3, max_restarts=3)
+    with engine._loop._room:  # none is sent before all are queued
+        first, guilty, last = (
+            engine.submit(request(seed=1)),
+            engine.submit(request("break")),
+            engine.submit(request(seed=3)),
+        )
+    error = guilty.exception(120)
+    assert isinstance(error, OutputTransferError)
+    assert any(REASON in str(one) for one in chain(error))
+    assert (first.result(60).output == 1).all()
+    assert (last.result(60).output == 3).all()
+
+
 @pytest.mark.parametrize("attempt", range(5))
 def test_a_forward_that_meets_the_fault_of_the_one_before_does_not_take_it_over(engine_of, attempt):
     engine = engine_of("uniproc")

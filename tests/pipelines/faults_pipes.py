@@ -331,6 +331,12 @@ class Faulty:
 
         faults_platforms.orders[what] = times
 
+    def is_stalled(self):
+        """Tell whether the platform ``stalls`` has stalled a copy that it had begun."""
+        import faults_platforms
+
+        return faults_platforms.WatchedEvent.is_awaited
+
     def memory(self):
         return free_bytes()
 
@@ -391,6 +397,18 @@ GARBAGE = {
 
 class PrivateFaulty(Faulty):
     outputs_are_private = True
+
+
+class BatchFaulty(Faulty):
+    """Shares forwards; the device fails in those that have a "break" among them."""
+
+    supports_request_batch = True
+
+    def forward(self, requests):
+        return [super(BatchFaulty, self).forward([request])[0] for request in requests]
+
+    def do_break(self, request):
+        return self.do_fault(request, "a wire came loose")
 
 
 class NoLoad:

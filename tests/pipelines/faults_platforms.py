@@ -6,13 +6,20 @@ Named by ``SIDESTREAM_PLUGINS=<name>=faults_platforms:<name>``.
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 from sidestream.errors import PlatformError
 from sidestream.platforms.hookspecs import hookimpl
 from sidestream.testing import sim
 
 #: How often each thing shall still go wrong; tests set it in the process of the worker.
-orders = {"enter raises": 0, "wait raises": 0, "wait answers False": 0, "wait_event raises": 0}
+orders = {
+    "enter raises": 0,
+    "wait raises": 0,
+    "wait answers False": 0,
+    "wait_event raises": 0,
+    "stall": 0,
+}
 
 
 def _is_ordered(what):
@@ -203,8 +210,71 @@ class Unsure(Relay):
         return UnsureEvent(sim.record_device_event(device, timing))
 
 
+# --- stalls a copy when it is told to -------------------------------------------------------------
+
+
+class WatchedEvent:
+    """An event of a stalled copy's end; notes that somebody has come so far as to wait for it."""
+
+    #: Whether anybody has.
+    is_awaited = False
+
+    def __init__(self, event):
+        self.event = event
+
+    def query(self):
+        return self.event.query()
+
+    def wait(self, timeout_s=None):
+        WatchedEvent.is_awaited = True
+        return self.event.wait(timeout_s)
+
+    def elapsed_s(self, earlier):
+        return self.event.elapsed_s(earlier)
+
+
+class StallingStream(RelayStream):
+    """Begins a copy and never gets on with it, until the device fails."""
+
+    current = None
+
+    def __enter__(self):
+        StallingStream.current, self.records = self, 0
+        self.thread = threading.get_ident()
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        StallingStream.current = None
+        super().__exit__(*exc)
+
+    def record(self, event):
+        self.records += 1
+        if self.records == 2:
+            return WatchedEvent(event) if self.is_stalled else event
+        self.is_stalled = _is_ordered("stall")
+        if self.is_stalled:
+            self.stream.await_event(sim.SimEvent(self.stream.device))  # which nobody reaches
+        return event
+
+
+class Stalls(Relay):
+    name = "stalls"
+
+    @hookimpl
+    def side_stream(self, device, priority):
+        return StallingStream(sim.side_stream(device, priority))
+
+    @hookimpl
+    def record_device_event(self, device, timing):
+        stream = StallingStream.current
+        event = sim.record_device_event(device, timing)
+        is_inside = stream is not None and stream.thread == threading.get_ident()
+        return stream.record(event) if is_inside else event
+
+
 gives_foreign_events = GivesForeignEvents()
 accepts_foreign_events = AcceptsForeignEvents()
 skips_waits = SkipsWaits()
 no_streams = NoStreams()
 unsure = Unsure()
+stalls = Stalls()

@@ -313,7 +313,7 @@ class WorkerGroups(Dispatcher):
         if group is None:
             self._fail(error, flights)
             return
-        may_restart = self._charge(group, error, flights)
+        may_restart = self._charge(group, flights)
         if may_restart:
             self._requeue(executor, error, flights)
             threading.Thread(
@@ -323,11 +323,11 @@ class WorkerGroups(Dispatcher):
             self._give_up(group, error, flights)
         self.on_capacity()
 
-    def _charge(self, group: WorkerGroup, error: BaseException, flights: list[Flight]) -> bool:
+    def _charge(self, group: WorkerGroup, flights: list[Flight]) -> bool:
         """Count a death, unless it is a suspect's own; tell whether the group may go on."""
         if self._max_restarts == 0:
             return False
-        if any(flight.is_suspect for flight in flights):
+        if any(_is_guilty(group.executor, flight) for flight in flights):
             return True
         now = time.monotonic()
         group.deaths.append(now)
@@ -338,7 +338,7 @@ class WorkerGroups(Dispatcher):
     def _requeue(self, executor: Executor, error: BaseException, flights: list[Flight]) -> None:
         again = []
         for flight in flights:
-            if flight.is_suspect:
+            if _is_guilty(executor, flight):
                 self._fail(error, [flight])
                 continue
             if executor.has_started(flight):
@@ -381,7 +381,7 @@ class WorkerGroups(Dispatcher):
                 if self._closing.is_set():
                     return
                 logger.warning("Worker group %d could not be restarted: %s", group.index, error)
-                if not self._charge(group, error, []):
+                if not self._charge(group, []):
                     self._give_up(group, error, [])
                     return
                 group.reason = error
@@ -409,3 +409,11 @@ class WorkerGroups(Dispatcher):
                 return successor
         successor.shutdown(0.0)
         return None
+
+
+def _is_guilty(executor: Executor, flight: Flight) -> bool:
+    """Tell whether a worker died of a flight: of one that it had begun, and nothing beside it.
+
+    A suspect that was only on its way, to a worker that was dying already, is as it was.
+    """
+    return flight.is_suspect and executor.has_started(flight)

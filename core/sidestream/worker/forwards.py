@@ -1,12 +1,13 @@
-"""When forwards ran, for the outputs whose copies ran beside them."""
+"""When forwards ran: what was beside a copy, and whose a fault of the device is."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from sidestream.errors import DeviceLostError
 from sidestream.platforms.device import DeviceEvent
 
 #: How many forwards are remembered. Places bound how many make an output during a copy; those that
@@ -28,6 +29,10 @@ class Forward:
     started_at: float
     ended: DeviceEvent | None = None
     ended_at: float | None = None
+    #: Whether it makes several outputs: nobody can tell then which one a fault is of.
+    is_shared: bool = False
+    #: Answers for its request with a fault of the device, where that can be done.
+    accuse: Callable[[DeviceLostError], None] | None = None
 
     def end(self) -> None:
         """Note that its thread is done with it."""
@@ -50,16 +55,36 @@ class ForwardLog:
         # Replaced and never changed, so that nobody needs a lock to read it.
         self._latest: tuple[Forward, ...] = ()
 
-    def begin(self, started: DeviceEvent | None) -> Forward:
+    def begin(
+        self,
+        started: DeviceEvent | None,
+        *,
+        is_shared: bool = False,
+        accuse: Callable[[DeviceLostError], None] | None = None,
+    ) -> Forward:
         """Enter a forward that begins now."""
-        number = self._latest[-1].number + 1 if self._latest else 1
-        forward = Forward(number=number, started=started, started_at=time.monotonic())
+        forward = Forward(
+            number=self._latest[-1].number + 1 if self._latest else 1,
+            started=started,
+            started_at=time.monotonic(),
+            is_shared=is_shared,
+            accuse=accuse,
+        )
         self._latest = (*self._latest[1 - _KEPT :], forward)
         return forward
 
     def after(self, forward: Forward) -> list[Forward]:
         """List the forwards that began after one."""
         return [later for later in self._latest if later.number > forward.number]
+
+    def blame(self, forward: Forward, *, is_computed: bool) -> Forward:
+        """Say whose a fault is that showed at the copy of ``forward``'s output.
+
+        Forwards run one after the other, so it is the first one's that is not known to be complete.
+        Where all are, the copy itself failed.
+        """
+        later = self.after(forward) if is_computed else []
+        return later[0] if later else forward
 
 
 def shared_s(start: float, end: float, spans: Iterable[tuple[float | None, float | None]]) -> float:

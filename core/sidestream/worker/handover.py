@@ -80,9 +80,17 @@ class HandOver:
         if self.thread is not None:
             self.thread.drain()
 
-    def begin_forward(self) -> Forward:
-        """Enter a forward that begins now, with its start on the device where that can be told."""
-        return self.forwards.begin(self._record())
+    def begin_forward(
+        self,
+        *,
+        is_shared: bool = False,
+        accuse: Callable[[DeviceLostError], None] | None = None,
+    ) -> Forward:
+        """Enter a forward that begins now, with its start on the device where that can be told.
+
+        ``accuse`` answers for its request where the device fails in it, on the output thread.
+        """
+        return self.forwards.begin(self._record(), is_shared=is_shared, accuse=accuse)
 
     def begin_step(self) -> Forward:
         """Enter a call of step mode; only where copies may run beside it."""
@@ -129,7 +137,7 @@ class HandOver:
             del tree
         except BaseException as error:  # noqa: BLE001 - boundary: one payload; others go on
             on_done()
-            self.fail(error, partial(self.fail_output, label))
+            self.fail(error, partial(self.fail_output, label), forward)
             return
         job.on_done = on_done
         if self.thread is not None:
@@ -137,8 +145,17 @@ class HandOver:
         else:
             self.transfer.run(job, None)
 
-    def fail(self, error: BaseException, answer: Callable[[BaseException], None]) -> None:
-        """Report with ``answer`` what failed on this thread, and what that says of the device."""
+    def fail(
+        self,
+        error: BaseException,
+        answer: Callable[[BaseException], None],
+        forward: Forward | None = None,
+    ) -> None:
+        """Report with ``answer`` what failed on this thread, and what that says of the device.
+
+        Of a device that fails in a ``forward`` over several requests nobody can tell whose it is:
+        they hear of the worker's end, and may run again, each alone.
+        """
         # They hold the forward's tensors, and the check of the device needs some memory too.
         detach_frames(error)
         found = self.transfer.diagnose(error)
@@ -146,9 +163,9 @@ class HandOver:
             answer(found)
             return
         # The fault may be of an earlier forward whose output is on its way. Then the output thread
-        # comes upon it, gives that request the error and ends the worker while this waits. Of
-        # several forwards that are on the device the oldest is blamed: nobody can tell.
-        if self.thread is None or self.thread.drain(_BLAME_S):
+        # comes upon it, says whose it is and ends the worker while this waits.
+        is_out = self.thread is None or self.thread.drain(_BLAME_S)
+        if is_out and (forward is None or not forward.is_shared):
             answer(found)
         self._on_device_lost(found)
 

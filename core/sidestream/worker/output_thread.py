@@ -55,6 +55,8 @@ class OutputJob:
     event: DeviceEvent | None = None
     #: Which forward made it, where that is known.
     forward: Forward | None = None
+    #: Whether the device was seen to be done with that forward.
+    is_computed: bool = False
     timings: OutputTimings = field(default_factory=OutputTimings)
     #: Called when the device memory is free again, whatever happened.
     on_done: Callable[[], None] | None = None
@@ -155,7 +157,11 @@ class OutputTransfer:
             # Before the check of the device, which needs some memory too.
             job.packed.drop()
             detach_frames(error)
-            self.fail(job, self.diagnose(error))
+            found = self.diagnose(error)
+            if isinstance(found, DeviceLostError):
+                self._lose(job, found)
+            else:
+                self.fail(job, found)
         else:
             job.future.set_result(result)
             job.finish()
@@ -173,6 +179,26 @@ class OutputTransfer:
         self.publish_error(job.label, reason)
         job.finish()
         if isinstance(error, DeviceLostError) and self._on_device_lost is not None:
+            self._on_device_lost(error)
+
+    def _lose(self, job: OutputJob, error: DeviceLostError) -> None:
+        """Have the request answered for whose forward broke the device; the others hear of its end.
+
+        A worker's end is told by whoever watches it, who may also run them again.
+        """
+        own = job.forward
+        if self._forwards is None or own is None:
+            self.fail(job, error)
+            return
+        guilty = self._forwards.blame(own, is_computed=job.is_computed)
+        if guilty is own and not own.is_shared:
+            self.fail(job, error)
+            return
+        job.future.set_exception(transfer_error(job.label, error))
+        job.finish()
+        if guilty is not own and guilty.accuse is not None and not guilty.is_shared:
+            guilty.accuse(error)
+        if self._on_device_lost is not None:
             self._on_device_lost(error)
 
     def publish_error(self, label: OutputLabel, reason: RequestError) -> None:
@@ -218,6 +244,10 @@ class OutputTransfer:
             begun = self.record()
             job.packed.write(destination.buffer, non_blocking=True)
             ended = self.record()
+        if self._forwards is not None and stream is not None:
+            # Asked by this event and not by the forward's: some hosts wait for a whole stream.
+            self._await(begun)
+            job.is_computed = True
         self._await(ended)
         return self._device_times(job, begun, ended, started_at)
 

@@ -259,7 +259,9 @@ class Worker:
         numbers = [number_of(output_id) for output_id in command.output_ids]
         forward: Forward | None = None
         try:
-            forward = self._outputs.begin_forward()
+            forward = self._outputs.begin_forward(
+                is_shared=len(numbers) > 1, accuse=partial(self._accuse, command)
+            )
             requests = [_decode_request(data) for data in command.requests]
             self._running = RunningForward(command.rpc_id, numbers, requests)
             self._control.running = command.rpc_id
@@ -275,7 +277,7 @@ class Worker:
                 self._outputs.aborts.answer_stopped(command, running.stopped_at)
                 self._send_computed(command)
             else:
-                self._outputs.fail(error, partial(self._refuse, command))
+                self._outputs.fail(error, partial(self._refuse, command), forward)
             return
         self._running = None
         self._send_computed(command)
@@ -321,6 +323,16 @@ class Worker:
         self._control.forwards += 1
 
     # --- failures -----------------------------------------------------------------------------
+
+    def _accuse(self, command: Execute, error: DeviceLostError) -> None:
+        """Answer for the one request of a forward that the device failed in; any thread."""
+        # Both ways: it may have been on this side of its COMPUTE_DONE or the other, and an answer
+        # that nobody waits for is passed over.
+        self._refuse(command, error)
+        label = OutputLabel(
+            output_id=command.output_ids[0], rpc_id=command.rpc_id, attempt=command.attempts[0]
+        )
+        self._outputs.fail_output(label, error)
 
     def _refuse(self, command: Execute, error: BaseException) -> None:
         if not isinstance(error, RequestError | EngineClosedError):
