@@ -70,10 +70,11 @@ def conflicting_pairs() -> set[frozenset[str]]:
 
 
 def undeclared_conflict(extra: str, conflicts: set[frozenset[str]]) -> str | None:
-    """Resolve an extra together with all others that it may be combined with."""
-    others = [other for other in EXTRAS if frozenset((extra, other)) not in conflicts]
-    # Of those, the platforms exclude each other: one at a time, and it is the extra itself.
+    """Resolve a platform's extra together with all others that it may be combined with."""
     platforms = {name for pair in conflicts for name in pair}
+    if extra not in platforms:
+        return None  # it is part of every such combination
+    others = [other for other in EXTRAS if frozenset((extra, other)) not in conflicts]
     together = [other for other in others if other == extra or other not in platforms]
     try:
         resolve(*together)

@@ -104,15 +104,16 @@ def test_a_repeated_name_is_told_and_the_first_is_kept(plugins, find):
 
 
 def test_all_of_them_at_once_are_told_and_the_good_one_is_tested(plugins, examine):
-    for name in ALL:
+    together = ALL.keys() - {"hangs"}  # it would be waited for as long as a slow one may take
+    for name in together:
         add(plugins, name)
     plugins.add_good("acme")
 
-    code, report = examine("--platform", "acme", "--timeout-s", "30", "--forward-s", "0.001")
+    code, report = examine("--platform", "acme", "--forward-s", "0.001")
 
     found = {each["name"]: each for each in report["platforms"]}
-    assert {name: found[name]["cause"] for name in ALL} == {
-        name: cause for name, (_, cause, _) in ALL.items()
+    assert {name: found[name]["cause"] for name in together} == {
+        name: ALL[name][1] for name in together
     }
     assert found["acme"]["state"] == "usable", found["acme"]
     assert report["selection"]["platform"] == "acme"

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from sidestream.cli.main import run
+from sidestream.doctor.questions import Questions
+from sidestream.doctor.selection import select
 
 DOCS = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 VENDORS = ("cuda", "npu", "rocm", "xpu", "musa")
@@ -116,13 +118,41 @@ def test_a_page_for_a_person_says_the_same(torchless, run_doctor):
 # --- where nothing can be selected ------------------------------------------------------------
 
 
-def test_a_typo_in_the_selector_is_told_with_what_was_meant(torchless, examine):
-    code, report = examine(SIDESTREAM_PLATFORM="cdua")
-    assert code == 1
-    assert report["selection"]["platform"] is None
-    assert report["selection"]["by"] == "variable"
-    assert "No platform is named 'cdua'" in report["selection"]["reason"]
-    assert report["selection"]["reason"].endswith("Did you mean 'cuda'?")
+@pytest.fixture
+def selection(plugins):
+    """Find out what an engine would get, or why it would get nothing."""
+
+    def selection(argument=None):
+        with Questions(60) as questions:
+            return select(questions, argument)
+
+    return selection
+
+
+def test_a_typo_in_the_selector_is_told_with_what_was_meant(selection, monkeypatch):
+    monkeypatch.setenv("SIDESTREAM_PLATFORM", "cdua")
+    found = selection()
+    assert (found.platform, found.by) == (None, "variable")
+    assert "No platform is named 'cdua'" in found.reason
+    assert found.reason.endswith("Did you mean 'cuda'?")
+    found = selection("smi")
+    assert (found.platform, found.by) == (None, "argument")
+    assert found.reason.endswith("Did you mean 'sim'?")
+
+
+def test_a_malformed_variable_is_told(selection, monkeypatch):
+    monkeypatch.setenv("SIDESTREAM_PLUGINS", "acme")
+    found = selection()
+    assert found.platform is None
+    assert "name=module" in found.reason
+
+
+def test_a_plugin_that_ends_its_process_ends_the_choice_as_it_would_an_engine(plugins, selection):
+    plugins.add("aborts", "import os\nos.abort()\n")
+    found = selection()
+    assert found.platform is None
+    assert "SIGABRT" in found.reason
+    assert selection("cpu").platform == "cpu", "named, no other plugin is imported"
 
 
 def test_two_claimants_are_told_with_the_variable_that_decides(torchless, examine):
@@ -132,21 +162,6 @@ def test_two_claimants_are_told_with_the_variable_that_decides(torchless, examin
     assert code == 1
     assert report["selection"]["platform"] is None
     assert re.search("acme.*emca.*SIDESTREAM_PLATFORM", report["selection"]["reason"])
-
-
-def test_a_malformed_variable_is_told(torchless, examine):
-    code, report = examine(SIDESTREAM_PLUGINS="acme")
-    assert code == 1
-    assert "name=module" in report["selection"]["reason"]
-
-
-def test_a_plugin_that_ends_the_process_is_told_where_an_engine_would_die(torchless, examine):
-    torchless.add("aborts", "import os\nos.abort()\n")
-    code, report = examine()
-    assert code == 1
-    assert "SIGABRT" in report["selection"]["reason"]
-    found = {each["name"]: each for each in report["platforms"]}
-    assert found["aborts"]["cause"] == "crashed"
 
 
 def test_a_backend_that_breaks_the_import_of_torch_is_told_apart_from_torch(torchless, examine):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import platform as machine
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
 from typing import Final
 
@@ -23,13 +22,12 @@ from sidestream.doctor.report import (
     Finding,
     Report,
     Route,
-    Selection,
     State,
     Worth,
 )
+from sidestream.doctor.selection import candidates, select
 from sidestream.doctor.vendors import PATCHERS
-from sidestream.errors import ConfigError
-from sidestream.platforms.registry import PLATFORM_VARIABLE, Candidate, PlatformRegistry
+from sidestream.platforms.registry import PLATFORM_VARIABLE, Candidate
 
 #: Each waits for a process of its own, or for the answer of one that was started before.
 _THREADS: Final = 8
@@ -61,12 +59,11 @@ def examine(settings: Settings) -> Report:
     with ThreadPoolExecutor(_THREADS) as threads, Questions(settings.timeout_s) as questions:
         ask = questions.ask
         torch = threads.submit(lambda: _torch_finding(ask("torch")))
-        selected = threads.submit(ask, "select", settings.platform or "")
+        selected = threads.submit(select, questions, settings.platform)
         extensions = _submit_extensions(threads, questions)
-        named = settings.platform or os.environ.get(PLATFORM_VARIABLE) or None
         examiner = Examiner(
             questions=questions,
-            named=named,
+            named=settings.platform or os.environ.get(PLATFORM_VARIABLE) or None,
             device_index=settings.device_index,
             output_bytes=settings.output_bytes,
             torch=torch,
@@ -74,12 +71,12 @@ def examine(settings: Settings) -> Report:
         )
         first: dict[str, Candidate] = {}
         asked: list[Future[Examined]] = []
-        for candidate in _candidates():
+        for candidate in candidates():
             holder = first.setdefault(candidate.name, candidate)
             # The registry takes an installed plugin that the variable repeats for one.
             if holder is candidate or holder.reference != candidate.reference:
                 asked.append(threads.submit(examiner.examine, candidate, holder))
-        selection = _selection(selected.result(), settings.platform, named, first)
+        selection = selected.result()
         examined = [each.result() for each in asked]
     copies = _copies(examined, selection.platform, settings.output_bytes)
     return Report(
@@ -118,13 +115,6 @@ def judge(copies: Copies | None, forward_s: float) -> Worth:
 
 def _no_gain(forward_s: float, copy_s: float, reason: str, gain: float = 0.0) -> Worth:
     return Worth(forward_s=forward_s, copy_s=copy_s, gain=gain, is_worth_it=False, reason=reason)
-
-
-def _candidates() -> Iterable[Candidate]:
-    try:
-        return PlatformRegistry.discover().candidates
-    except ConfigError:  # of the variable; the selection tells it
-        return PlatformRegistry([]).candidates
 
 
 def _submit_extensions(
@@ -208,18 +198,6 @@ def _distribution(module: str) -> Distribution | None:
         return distribution(module)  # names of distributions take "_" for "-"
     except PackageNotFoundError:
         return None
-
-
-def _selection(
-    answer: Answer, argument: str | None, named: str | None, known: Mapping[str, Candidate]
-) -> Selection:
-    by = "argument" if argument else "variable" if named else "auto"
-    if answer.result is not None:
-        return Selection(platform=answer.result["platform"], by=by, reason=answer.result["reason"])
-    reason = answer.errors[0]["message"].partition("\n")[0] if answer.errors else answer.failure
-    if named and named not in known and (near := get_close_matches(named, known, 1)):
-        reason += f" Did you mean {near[0]!r}?"
-    return Selection(platform=None, by=by, reason=reason)
 
 
 def _copies(examined: Iterable[Examined], selected: str | None, output_bytes: int) -> Copies | None:
