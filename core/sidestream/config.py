@@ -36,6 +36,9 @@ class EngineConfig:
     pipeline_options: Mapping[str, Any] = field(default_factory=dict)
     #: A platform plugin's name; None: ``SIDESTREAM_PLATFORM``, else the one that is available.
     platform: str | None = None
+    #: A platform that fails the self-test of its streams and events is refused, or used without
+    #: them: outputs are copied on the forward's stream then, and one warning says so.
+    on_platform_fault: Literal["refuse", "synchronous"] = "refuse"
     #: Device indices; each gets a worker with its own copy of the model. One may repeat.
     devices: Sequence[int] = (0,)
     #: ``"auto"``: bfloat16 on devices, float32 on the CPU.
@@ -90,6 +93,10 @@ class EngineConfig:
             raise ConfigError("dtype", self.dtype, ", ".join(map(repr, _DTYPES)))
         if self.executor not in ("multiproc", "uniproc"):
             raise ConfigError("executor", self.executor, "'multiproc' or 'uniproc'")
+        if self.on_platform_fault not in ("refuse", "synchronous"):
+            raise ConfigError(
+                "on_platform_fault", self.on_platform_fault, "'refuse' or 'synchronous'"
+            )
         devices = tuple(self.devices)
         if not devices or not all(isinstance(i, int) and i >= 0 for i in devices):
             raise ConfigError("devices", self.devices, "device indices, such as (0,) or (0, 1)")

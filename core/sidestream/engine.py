@@ -329,7 +329,7 @@ class DiffusionEngine:
         if not config.copies_in_background:
             copies = "synchronous"
         elif not self.executor.worker.get("output_thread"):
-            copies = "synchronous, as this platform has no streams"
+            copies = "synchronous, as this platform has no streams, or none to rely on"
         else:
             copies = "final step only" if config.step_execution else "on"
         has_pump = config.executor == "multiproc" and config.starts_pump
@@ -409,6 +409,7 @@ def _make_executor(
         options=config.pipeline_options,
         dtype=config.dtype,
         rank=index,
+        on_platform_fault=config.on_platform_fault,
         async_output=config.copies_in_background,
         step_execution=config.step_execution,
         sends_chunks=config.streaming_output,

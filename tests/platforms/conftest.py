@@ -145,7 +145,7 @@ def run_python(tmp_path):
             env={**os.environ, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert ended.returncode == 0, ended.stderr

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -144,22 +144,20 @@ def failed(tmp_path_factory, new_plugin_folder):
             suite += f"\n\nclass Test{number}(OnSim):\n    platform_name = {name!r}\n"
             chosen.append("::".join(filter(None, [f"test_defects.py::Test{number}", test])))
         (folder / "test_defects.py").write_text(suite)
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull),
-                *("--rootdir", folder, "--junitxml", "report.xml", *chosen),
-                # It says nothing here that test_contract.py does not, and starts a process.
-                *("-k", "not fresh_process"),
-            ],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        monkeypatch.chdir(folder)
+        # In this process: one of its own would import torch and all the plugins again.
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            pytest.main(
+                [
+                    *("-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist"),
+                    *("-c", os.devnull, "--rootdir", str(folder)),
+                    *("--junitxml", "report.xml", "--import-mode=importlib", *chosen),
+                    # It says nothing here that test_contract.py does not, and starts a process.
+                    *("-k", "not fresh_process"),
+                ]
+            )
     report = folder / "report.xml"
-    assert report.exists(), ended.stdout + ended.stderr
+    assert report.exists(), said.getvalue()
     names = list(DEFECTS)
     failed = {name: set() for name in names}
     for case in ElementTree.parse(report).iter("testcase"):

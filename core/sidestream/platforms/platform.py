@@ -33,7 +33,13 @@ class Platform:
     """
 
     def __init__(
-        self, name: str, device_type: str, reference: str, manager: pluggy.PluginManager
+        self,
+        name: str,
+        device_type: str,
+        reference: str,
+        manager: pluggy.PluginManager,
+        *,
+        trusts_events: bool = True,
     ) -> None:
         #: The plugin's name.
         self.name: Final = name
@@ -41,6 +47,7 @@ class Platform:
         self.device_type: Final = device_type
         #: What a worker imports to get the same plugin.
         self.reference: Final = reference
+        self._trusts_events: Final = trusts_events
         self._manager: Final = manager
         self._hooks: Final = manager.hook
 
@@ -49,8 +56,18 @@ class Platform:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether there are side streams and events; False for the no-op base only."""
-        return self.name != NOOP_NAME
+        """Whether there are side streams and events that can be relied on."""
+        return self.name != NOOP_NAME and self._trusts_events
+
+    def synchronous(self) -> Platform:
+        """Give the same platform without side streams and events, for one whose are not right.
+
+        In place of recording an event it synchronizes the device, and answers None as the no-op
+        base does.
+        """
+        return Platform(
+            self.name, self.device_type, self.reference, self._manager, trusts_events=False
+        )
 
     def device(self, index: int = 0) -> torch.device:
         """Give the platform's device of this index; the CPU is one device without an index.
@@ -85,7 +102,9 @@ class Platform:
             ) from (error.__cause__ or error)
 
     def side_stream(self, device: torch.device, priority: int = 0) -> SideStream | None:
-        """Make a stream beside the current one; None only from the no-op base."""
+        """Make a stream beside the current one; None where the platform is not asynchronous."""
+        if not self._trusts_events:
+            return None
         stream: SideStream | None = self._call(
             self._hooks.side_stream, device=device, priority=priority
         )
@@ -96,7 +115,13 @@ class Platform:
     def record_device_event(
         self, device: torch.device, *, timing: bool = False
     ) -> DeviceEvent | None:
-        """Record an event on the calling thread's current stream; None only from the no-op base."""
+        """Record an event on the calling thread's current stream.
+
+        None where the platform is not asynchronous: all that was queued is done then.
+        """
+        if not self._trusts_events:
+            self.synchronize_device(device)
+            return None
         event: DeviceEvent | None = self._call(
             self._hooks.record_device_event, device=device, timing=timing
         )

@@ -59,6 +59,11 @@ class Slot:
         return self._block.nbytes
 
     @property
+    def is_page_locked(self) -> bool:
+        """Tell whether a device can copy into it while the host goes on."""
+        return self._block.is_locked
+
+    @property
     def is_one_shot(self) -> bool:
         """Tell whether the memfd is this slot's alone and dies with the reader's last view."""
         return not isinstance(self._block, Arena)

@@ -30,6 +30,11 @@ class Block:
         """Page-lock it, once: that costs more than many copies."""
         self._pin = pin(self._mapping.address, self.nbytes)
 
+    @property
+    def is_locked(self) -> bool:
+        """Tell whether a device can copy into it while the host goes on."""
+        return self._pin is not None
+
     def close_fd(self) -> None:
         """Close the descriptor: the reader has one of its own, or a mapping. Idempotent."""
         if self.fd is not None:

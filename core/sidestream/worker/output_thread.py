@@ -35,6 +35,7 @@ from sidestream.transport.packing import Packed, pack
 from sidestream.worker.device_clock import DeviceClock
 from sidestream.worker.forwards import Forward, ForwardLog, shared_s
 from sidestream.worker.sink import Destination, OutputLabel, OutputSink
+from sidestream.worker.staging import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,7 @@ class OutputTransfer:
         self._warning = threading.Lock()
         self._has_warned = False
         self._clock = DeviceClock()
+        self._staging = Staging(platform, device)
 
     def start_clock(self, stream: SideStream | None) -> None:
         """Set the device's clock by the host's, on the thread that will copy."""
@@ -240,15 +242,20 @@ class OutputTransfer:
                 stream.wait_event(job.event)
             except Exception as error:  # noqa: BLE001 - boundary: a vendor's stream
                 self._fall_back("waiting for an event", error)
+        place = destination.buffer
+        if stream is not None and not destination.is_page_locked:
+            place = self._staging.place_before(place)
         with stream if stream is not None else contextlib.nullcontext():
             begun = self.record()
-            job.packed.write(destination.buffer, non_blocking=True)
+            job.packed.write(place, non_blocking=True)
             ended = self.record()
         if self._forwards is not None and stream is not None:
             # Asked by this event and not by the forward's: some hosts wait for a whole stream.
             self._await(begun)
             job.is_computed = True
         self._await(ended)
+        if place is not destination.buffer:
+            self._staging.empty_into(destination.buffer)
         return self._device_times(job, begun, ended, started_at)
 
     def _host_times(self, job: OutputJob, started_at: float) -> OutputTimings:
@@ -310,8 +317,13 @@ class OutputTransfer:
             raise PlatformError(
                 "wait() without a time-out came back before the event", platform=self.platform.name
             )
-        except Exception as error:  # noqa: BLE001 - boundary: a vendor's event
+        except Exception as error:  # boundary: a vendor's event
             self._fall_back("waiting for a copy", error)
+            if _is_incomplete(event):
+                # Work can be lost without an error: then the device is idle, and never got here.
+                raise self._lost(
+                    "an event is incomplete although the device says that it is idle"
+                ) from error
 
     def _fall_back(self, doing: str, error: Exception) -> None:
         """Synchronize the device in place of a wait that failed; warn once.
@@ -523,6 +535,14 @@ class AsyncOutputThread:
         except BaseException:
             # Boundary: callbacks of whoever embeds this; later outputs have done nothing wrong.
             logger.exception("What follows output %r raised.", job.label.output_id)
+
+
+def _is_incomplete(event: DeviceEvent) -> bool:
+    try:
+        return not event.query()
+    except Exception as error:  # noqa: BLE001 - boundary: a vendor's event, which has failed before
+        logger.debug("%r can't be asked: %s", event, error)
+        return False
 
 
 def transfer_error(label: OutputLabel, error: BaseException) -> OutputTransferError:

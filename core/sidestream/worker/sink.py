@@ -47,6 +47,11 @@ class Destination(Protocol):
         """Give it as a 1-D uint8 host tensor."""
         ...
 
+    @property
+    def is_page_locked(self) -> bool:
+        """Tell whether a device can copy into it while the host goes on."""
+        ...
+
 
 D = TypeVar("D", bound=Destination)
 
@@ -106,6 +111,7 @@ class HostBuffer:
     """Memory of this process."""
 
     buffer: torch.Tensor
+    is_page_locked: bool
 
 
 class HostSink:
@@ -145,8 +151,8 @@ class HostSink:
 
         buffer = self._platform.pinned_buffer(self._device, nbytes)
         if buffer is None:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return HostBuffer(buffer)
+            return HostBuffer(torch.empty(nbytes, dtype=torch.uint8), is_page_locked=False)
+        return HostBuffer(buffer, is_page_locked=True)
 
     def publish(
         self,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from sidestream.config import PipelineConfig
 from sidestream.errors import (
@@ -31,7 +31,7 @@ from sidestream.errors import (
     RequestError,
 )
 from sidestream.platforms.platform import Platform, load_plugin
-from sidestream.platforms.self_test import self_test
+from sidestream.platforms.self_test import trusted
 from sidestream.protocol import (
     AsyncDiffusionOutput,
     AsyncOutputKind,
@@ -86,6 +86,8 @@ class WorkerSettings:
     #: Among the workers that share one copy of the model, and how many they are.
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
+    #: What to do where the platform's streams or events are not right.
+    on_platform_fault: Literal["refuse", "synchronous"] = "refuse"
     async_output: bool = True
     max_pending_outputs: int = 2
     #: Run denoising steps, and no whole forwards.
@@ -153,7 +155,7 @@ class Worker:
         self.device = self.platform.device(self.settings.device_index)
         self.platform.set_device(self.device)
         self._port.device_bound()
-        self_test(self.platform, self.device)
+        self.platform = trusted(self.platform, self.device, self.settings.on_platform_fault)
         self._progress("pipeline")
         config = PipelineConfig(
             model=self.settings.model,
