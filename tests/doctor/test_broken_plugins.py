@@ -108,6 +108,7 @@ def test_all_of_them_at_once_are_told_and_the_good_one_is_tested(plugins, examin
     for name in together:
         add(plugins, name)
     plugins.add_good("acme")
+    plugins.add_good("unlocked", also="del pinned_buffer, pin_host_memory")
 
     code, report = examine("--platform", "acme", "--forward-s", "0.001")
 
@@ -116,6 +117,7 @@ def test_all_of_them_at_once_are_told_and_the_good_one_is_tested(plugins, examin
         name: ALL[name][1] for name in together
     }
     assert found["acme"]["state"] == "usable", found["acme"]
+    assert (found["unlocked"]["state"], found["unlocked"]["cause"]) == ("limited", "copies-block")
     assert report["selection"]["platform"] == "acme"
     assert code == 0, "what was named works"
     routes = {route["memory"]: route for route in report["copies"]["routes"]}

@@ -64,6 +64,16 @@ def answer(*errors, output="", exit_code=0):
             answer(("RuntimeError", "CUDA driver version is insufficient for CUDA runtime")),
         ),
         ("torch-build", answer(("AssertionError", "Torch not compiled with CUDA enabled"))),
+        (
+            "self-test",
+            answer(
+                (
+                    "PlatformError",
+                    "Plugin 'x': 7 of 9 bytes copied from x:0 by a side stream are wrong",
+                )
+            ),
+        ),
+        ("self-test", answer(("RuntimeError", "x:0 returned 3 of 4096 bytes changed, without"))),
         ("no-devices", answer(("RuntimeError", "No CUDA GPUs are available"))),
         ("no-devices", answer(("RuntimeError", "ACL error code is 507033"))),
         (

@@ -90,6 +90,13 @@ _KNOWN: Final = (
         "This torch was built without {found}: install the vendor's build.",
     ),
     _known(
+        "self-test",
+        r"bytes copied from .* by a side stream are wrong|The self-test(?:'s copy)? "
+        r"|returned \d+ of \d+ bytes changed",
+        "Outputs would be corrupt: update the driver and the vendor's torch, and report it to the "
+        "plugin's author.",
+    ),
+    _known(
         "no-devices",
         r"\b(?:507033|107001)\b|No (?:CUDA|HIP|XPU|NPU|MUSA) (?:GPUs|devices|device) (?:are|is)"
         r"|no CUDA-capable device|Invalid device(?: ordinal| id)?",

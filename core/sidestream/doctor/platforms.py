@@ -17,6 +17,11 @@ from sidestream.platforms.registry import NOOP_NAME, PLUGINS_VARIABLE, Candidate
 _NOTHING_TO_DO: Final = (
     "Nothing, unless this machine has such a device: then what the evidence says."
 )
+_COPIES_BLOCK: Final = Cause(
+    "copies-block",
+    "Outputs are right, and the host waits for each copy: the plugin gets no page-locked memory; "
+    "see its README, and the limit of page-locks below.",
+)
 _AVAILABLE_ADVICE: Final = "It is used, and tested here, only when named: --platform {name}."
 
 
@@ -86,7 +91,11 @@ class Examiner:
         if result["memory_bytes"]:
             free, total = (size / (1 << 30) for size in result["memory_bytes"])
             seen.append(f"{free:.1f} of {total:.1f} GiB of its memory are free")
-        finding = found(State.USABLE, None, (*seen, *extra))
+        blocks = bool(result["routes"]) and not any(
+            route["is_asynchronous"] for route in result["routes"]
+        )
+        state, cause = (State.LIMITED, _COPIES_BLOCK) if blocks else (State.USABLE, None)
+        finding = found(state, cause, (*seen, *extra))
         return Examined(finding, result["device"], result["routes"])
 
     def _absent(self, name: str, found: _Maker, reason: str) -> PlatformFinding:
