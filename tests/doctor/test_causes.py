@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+import sidestream.doctor
 from sidestream.doctor.causes import cause_of
 from sidestream.doctor.examination import judge
 from sidestream.doctor.questions import Answer, Questions
 from sidestream.doctor.report import Copies, Route
 from sidestream.doctor.vendors import Vendor, hiding_variable, inaccessible, nodes_of
+
+DOCS = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 
 def answer(*errors, output="", exit_code=0):
@@ -92,6 +96,14 @@ def test_a_failure_has_the_cause_that_its_text_tells(cause, seen):
     assert found.word == cause
     assert found.advice
     assert "{" not in found.advice
+
+
+def test_every_cause_is_documented():
+    folder = Path(sidestream.doctor.__file__).parent
+    source = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    words = set(re.findall(r'(?:Cause\(|_known\(|cause=)\s*"([\w-]+)"', source))
+    assert {"hung", "cann-missing", "memfd-refused"} <= words
+    assert words <= set(re.findall(r"`([\w-]+)`", DOCS))
 
 
 # --- child processes --------------------------------------------------------------------------
