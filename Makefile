@@ -23,9 +23,11 @@ demo: $(READY) ## draw digits through the asynchronous path into ./demo/
 	$(BIN)/sidestream demo
 
 # Many tests wait for a process to start. One thread of torch in each: more threads than cores make
-# them slow. A file stays in one process, since what it sets up is for all of its tests.
+# them slow. A file stays in one process, since what it sets up is for all of its tests; some share
+# even more (tests/conftest.py). Not the files with most tests first: the long ones have few.
 test: $(READY) ## run the tests (about five minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 \
+		--dist loadfile --no-loadscope-reorder
 
 test-npu: ## run the NPU plugin over the real torch_npu and a simulated runtime (.venv-npu, g++)
 	$(PYTHON) scripts/test_npu.py

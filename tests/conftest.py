@@ -2,7 +2,32 @@
 
 import os
 
+import pytest
+
 # torch reads it when it is imported; more threads than cores only make a suite of processes slow.
 os.environ["OMP_NUM_THREADS"] = "1"
 # What a test needs lies on the disk; a try to fetch it has to fail at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+#: Files whose engines are shared from file to file: they run one after another in one process.
+TOGETHER = {
+    f"tests/{folder}/test_{name}.py": folder
+    for folder, names in {
+        "engine": "abort batches deadlines engine hidden_copies observability overlap",
+        "fire": "aliasing memory payloads poison quiet waiting",
+    }.items()
+    for name in names.split()
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each process whole files, or all of ``TOGETHER``: what they set up is for all tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None

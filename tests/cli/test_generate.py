@@ -99,17 +99,19 @@ def test_a_request_that_fails_is_one_line_and_those_before_it_are_saved(
 
 def test_an_interrupt_is_quiet_and_what_was_saved_stays(checkpoint, tmp_path, start):
     prompts = [word for _ in range(500) for word in ("--prompt", "x")]
-    options = ("--height", "64", "--width", "64", "--steps", "20", "--platform", "cpu")
+    options = ("--height", "64", "--width", "64", "--steps", "8", "--platform", "cpu")
     process = start("generate", checkpoint, *prompts, "--out", tmp_path, *options)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not list(tmp_path.glob("*.png")) and time.monotonic() < deadline:
+        assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert out == ""
     files = list(tmp_path.glob("*.png"))
-    assert err.strip() == f"{len(files)} images were saved to {tmp_path} before."
+    plural = "" if len(files) == 1 else "s"
+    assert err.strip() == f"Saved before: {len(files)} image{plural}, in {tmp_path}."
     assert 0 < len(files) < 500
     for path in files:
         with Image.open(path) as image:

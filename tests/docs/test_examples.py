@@ -40,7 +40,7 @@ def run_page(page, folder):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=240,
         )
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         scripts += 1
@@ -90,7 +90,7 @@ def test_the_plugin_of_the_readme_is_a_plugin(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     acme = {plugin["name"]: plugin for plugin in json.loads(listed.stdout)}["acme"]
     assert acme["state"] == "absent"

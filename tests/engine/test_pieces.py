@@ -15,10 +15,10 @@ from sidestream import AsyncOutputThread, HostSink, load_platform, to_host
 EMBED = Path(__file__).parents[2] / "examples" / "embed.py"
 
 
-@pytest.mark.parametrize("platform", ["cpu", "sim"])
+@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.soak), "sim"])
 def test_the_embedding_example_runs(platform):
     run = subprocess.run(
-        [sys.executable, EMBED, platform], capture_output=True, text=True, timeout=90
+        [sys.executable, EMBED, platform], capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stderr
     assert "'engine': (1024, 1024, 3) torch.float32" in run.stdout

@@ -21,7 +21,7 @@ def wheel(tmp_path_factory):
     """Build the wheel of the working tree."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -31,7 +31,7 @@ def installed(wheel, tmp_path_factory):
     """Unpack the wheel into a folder of its own, as pip does."""
     folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
-    subprocess.run([*command, "--target", folder, wheel], check=True, timeout=100)
+    subprocess.run([*command, "--target", folder, wheel], check=True, timeout=240)
     return folder
 
 
@@ -39,7 +39,7 @@ def installed(wheel, tmp_path_factory):
 def run_with():
     """Give a function that runs a script with these folders as all of its site-packages."""
 
-    def run(script, *folders, timeout=60):
+    def run(script, *folders, timeout=240):
         # -S: no .pth file, so the editable install of this environment is not there.
         path = f"import sys; sys.path[:0] = {[str(folder) for folder in folders]!r}\n"
         return subprocess.run(

@@ -105,6 +105,6 @@ def test_check_wheel_contents_has_nothing_to_say(wheel):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout

@@ -45,7 +45,7 @@ def test_a_test_that_leaves_something_behind_is_told_what(tmp_path):
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
         cwd=tmp_path,
     )
