@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sidestream.cli.png import PngWriter, write_png
+from sidestream.cli.png import write_png
+from sidestream.cli.writer import OutputWriter
 from sidestream.output import DiffusionOutput
 
 
@@ -45,7 +46,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
 
 def test_each_image_of_an_output_gets_a_file_and_its_own_seed(tmp_path):
     output = Batch("r", np.concatenate([pixels(1), pixels(2)]))
-    with PngWriter(tmp_path) as writer:
+    with OutputWriter(tmp_path) as writer:
         writer.submit(output, "pair", {"prompt": "two", "seed": "40"})
     assert writer.files == [tmp_path / "pair_0.png", tmp_path / "pair_1.png"]
     for index, path in enumerate(writer.files):
@@ -56,7 +57,7 @@ def test_each_image_of_an_output_gets_a_file_and_its_own_seed(tmp_path):
 
 def test_the_thread_that_submits_never_encodes(tmp_path):
     outputs = [Batch("r", pixels(seed)) for seed in range(12)]
-    with PngWriter(tmp_path) as writer:
+    with OutputWriter(tmp_path) as writer:
         for index, output in enumerate(outputs):
             writer.submit(output, f"{index:02d}", {"seed": "0"})
     assert [path.name for path in writer.files] == [f"{index:02d}.png" for index in range(12)]
@@ -65,7 +66,7 @@ def test_the_thread_that_submits_never_encodes(tmp_path):
 
 def test_a_failed_write_is_raised_at_the_end_and_the_others_are_there(tmp_path):
     (tmp_path / "1.png").write_bytes(b"in the way")
-    writer = PngWriter(tmp_path)
+    writer = OutputWriter(tmp_path)
     for index in range(3):
         writer.submit(Batch("r", pixels(index)), str(index), {"seed": "0"})
     with pytest.raises(FileExistsError, match=r"1\.png"):

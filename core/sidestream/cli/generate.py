@@ -1,4 +1,4 @@
-"""``sidestream generate``: prompts in, PNG files out."""
+"""``sidestream generate``: prompts in, files of images or videos out."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ _POSITIVE = click.IntRange(min=1)
     "folder",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder that the PNG files go to; made if it is not there.",
+    help="The folder that the files go to; made if it is not there.",
 )
 @click.option("--height", type=_POSITIVE, help="Pixels.")
 @click.option("--width", type=_POSITIVE, help="Pixels.")
+@click.option("--num-frames", type=_POSITIVE, help="Of a video.")
+@click.option("--fps", type=_POSITIVE, default=24, show_default=True, help="Of a video's file.")
 @click.option("--steps", "num_inference_steps", type=_POSITIVE, help="Denoising steps.")
 @click.option("--seed", type=int, help="Of the first image; those after it count on.")
 @click.option("--guidance-scale", type=float, help="For models distilled with guidance.")
@@ -56,6 +58,11 @@ _POSITIVE = click.IntRange(min=1)
     default="multiproc",
     help="Run the model in a worker process, or in a thread of this one.",
 )
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="One prompt after the other: show each step, save a video's parts as they are decoded.",
+)
 @verbose_option
 def generate(
     model: str,
@@ -67,11 +74,15 @@ def generate(
     device: int,
     dtype: str,
     executor: Literal["multiproc", "uniproc"],
+    fps: int,
+    stream: bool,
     **sampling: Any,
 ) -> None:
     """Draw each prompt with MODEL: a checkpoint folder, a hub id, or the built-in 'digits'.
 
-    What is not given is the checkpoint's own. Files already in the folder stay as they are.
+    Images become PNG files. A video becomes an MP4 file where PyAV is installed (the extra
+    'video'), else a folder with its frames. What is not given is the checkpoint's own. Files
+    already in the folder stay as they are.
     """
     texts = [*prompts, *_lines(prompts_file or ())]
     if not texts:
@@ -83,7 +94,12 @@ def generate(
         for index, text in enumerate(texts)
     ]
     config = EngineConfig(
-        model=model, platform=platform, devices=(device,), dtype=dtype, executor=executor
+        model=model,
+        platform=platform,
+        devices=(device,),
+        dtype=dtype,
+        executor=executor,
+        streaming_output=stream,
     )
     number = first_free_number(folder)
     rendering = render(
@@ -91,6 +107,7 @@ def generate(
         requests,
         folder,
         lambda index: f"{number + index:05d}_{slug(texts[index])}_seed{first + index}",
+        fps=fps,
     )
     click.echo(f"{rendering.summary()} They are in {folder}.")
 
@@ -109,5 +126,6 @@ def slug(prompt: str) -> str:
 
 def first_free_number(folder: Path) -> int:
     """Give the number after the highest that a file of an earlier run starts with."""
-    taken = (re.match(r"(\d{5,})_", path.name) for path in folder.glob("*.png"))
+    there = folder.iterdir() if folder.is_dir() else ()
+    taken = (re.match(r"(\d{5,})_", path.name) for path in there)
     return max((int(match[1]) + 1 for match in taken if match), default=0)
