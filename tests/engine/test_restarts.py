@@ -36,21 +36,23 @@ def mortal(make_engine, log, **config):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Make engines of mortals for more than one test each: by ``max_restarts``, with their log."""
+    """Give engines of mortals, each for more than one test, with their logs."""
     running = {}
 
-    def get(max_restarts):
-        if max_restarts not in running:
+    def get(max_restarts, max_batch_size=1):
+        key = max_restarts, max_batch_size
+        if key not in running:
             log = tmp_path_factory.mktemp("mortal") / "log"
             config = sidestream.EngineConfig(
                 pipeline="sidestream_pipes:Mortal",
                 platform="cpu",
                 pipeline_options={"log": str(log)},
                 max_restarts=max_restarts,
+                max_batch_size=max_batch_size,
             )
             log.touch()
-            running[max_restarts] = sidestream.DiffusionEngine(config), log
-        return running[max_restarts]
+            running[key] = sidestream.DiffusionEngine(config), log
+        return running[key]
 
     yield get
     for engine, _ in running.values():
@@ -74,12 +76,14 @@ def test_requests_that_were_with_a_dead_worker_run_again_with_the_same_seed(shar
     assert engine.stats()["outputs"] == engine.stats()["queued"] == 0
 
 
-def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(shared):
-    engine, log = shared(max_restarts=1)
-    handles = [
-        engine.submit(request("die" if i == 2 else "x", seed=i, request_id=f"r{i}"))
-        for i in range(6)
-    ]
+@pytest.mark.parametrize("max_batch_size", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(shared, max_batch_size):
+    engine, log = shared(max_restarts=1, max_batch_size=max_batch_size)
+    with engine._loop._room:  # so that all are queued before the first is sent
+        handles = [
+            engine.submit(request("die" if i == 2 else "x", seed=i, request_id=f"r{i}"))
+            for i in range(6)
+        ]
     for i, handle in enumerate(handles):
         if i == 2:
             with pytest.raises(sidestream.WorkerDiedError) as caught:
@@ -95,18 +99,8 @@ def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(share
     assert (engine.submit(request(seed=9)).result(60).output == 9).all()
 
 
-def test_a_batch_that_dies_runs_again_one_by_one(make_engine, log):
-    engine = mortal(make_engine, log, max_restarts=2, max_batch_size=4)
-    with engine._loop._room:  # so that all are queued before the first is sent
-        handles = [engine.submit(request("die" if i == 1 else "x", seed=i)) for i in range(3)]
-    assert (handles[0].result(60).output == 0).all()
-    assert (handles[2].result(60).output == 2).all()
-    with pytest.raises(sidestream.WorkerDiedError):
-        handles[1].result(60)
-
-
 def test_after_the_last_restart_the_engine_refuses_with_the_cause(shared):
-    engine, _ = shared(max_restarts=1)
+    engine, _ = shared(max_restarts=1, max_batch_size=4)
     if engine.stats()["restarts"] == 0:  # else an earlier test had the only one
         os.kill(engine.executor.collective_rpc("pid")[0], signal.SIGKILL)
         _until(lambda: engine.stats()["restarts"] == 1)
@@ -129,19 +123,6 @@ def test_a_restart_that_fails_gives_up_with_its_own_reason(make_engine, log):
     assert "the weights are gone" in engine.health().reason
 
 
-def test_a_restart_that_fails_unforeseen_leaves_nobody_waiting(make_engine, log, monkeypatch):
-    engine = mortal(make_engine, log, max_restarts=1)
-
-    def no_room(*_args):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(engine.executor, "_make", no_room)
-    handle = engine.submit(request("die-once"))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        handle.result(30)
-    assert "can't start new thread" in engine.health().reason
-
-
 def test_a_call_to_a_dead_worker_is_never_run_again(shared):
     engine, _ = shared(max_restarts=3)
     restarts = engine.stats()["restarts"]
@@ -152,6 +133,19 @@ def test_a_call_to_a_dead_worker_is_never_run_again(shared):
         engine.executor.collective_rpc("echo", (1,))
     _until(lambda: engine.stats()["restarts"] == restarts + 1)
     assert engine.executor.collective_rpc("echo", (2,)) == [2]
+
+
+def test_a_restart_that_fails_unforeseen_leaves_nobody_waiting(shared, monkeypatch):
+    engine, _ = shared(max_restarts=3)  # for good: nothing comes behind this
+
+    def no_room(*_args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine.executor, "_make", no_room)
+    handle = engine.submit(request("die"))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        handle.result(30)
+    assert "can't start new thread" in engine.health().reason
 
 
 def test_closing_during_a_restart_leaves_nothing(make_engine, log):
