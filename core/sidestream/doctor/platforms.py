@@ -61,11 +61,11 @@ class Examiner:
             return Examined(found(State.BROKEN, cause, answer.evidence))
         found.device_type = probe["device_type"]
         torch = self.torch.result()
-        if torch.state is State.BROKEN:
-            why = (probe["reason"], torch.evidence[0])
+        # Without any torch a probe has said so already, and what to install.
+        if torch.state is State.BROKEN and (probe["available"] or candidate.name == self.named):
+            why = (probe["reason"], *torch.evidence)
             cause = Cause(torch.cause or "failed", torch.advice or "")
-            is_needed = candidate.name in (NOOP_NAME, self.named)
-            return Examined(found(State.BROKEN if is_needed else State.ABSENT, cause, why))
+            return Examined(found(State.BROKEN, cause, why))
         if candidate.name == NOOP_NAME:
             return Examined(found(State.USABLE, None, (probe["reason"],)))
         is_named = candidate.name == self.named
