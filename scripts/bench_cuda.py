@@ -22,15 +22,13 @@ import torch
 from sidestream import AsyncOutputThread, ResultChannel, ResultPumpThread, SlotSink, load_platform
 from sidestream.bench.forwards import forwards_on
 from sidestream.bench.pipelines import usage_of_this_process
-from sidestream.bench.series import Session, run_series, warm_up
 from sidestream.bench.workload import Workload
 from sidestream.cli.main import run
-from sidestream.cli.timeline import draw_timeline
 from sidestream.worker.output_thread import OutputJob
 
 #: (forward in seconds, output)
 CASES = ((0.005, "1024px"), (0.02, "1024px"), (0.02, "4x1024px-float32"))
-ROUNDS = 7
+ROUNDS = 5
 #: Elsewhere than on a real device: only that it runs.
 SMALL_CASES, SMALL_ROUNDS = ((0.005, "64px"),), 1
 FORWARDS = {0.005: 80, 0.02: 25}
@@ -174,18 +172,6 @@ def show(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def timeline(platform: str, out: Path) -> None:
-    """Draw a few outputs that take a good part of their forward's time to leave."""
-    with Session(platform) as session:
-        workload = Workload(output="81x720p" if session.has_device else "512px", forward_s=0.02)
-        engine = session.engine("on")
-        warm_up(engine, workload)
-        samples = run_series(engine, workload, 8).samples
-        title = f"81 frames of 720p each, forwards of 20 ms, on {session.device_name}"
-        image = draw_timeline([sample.timings for sample in samples], title)
-        image.save(out / "timeline.png", optimize=True)
-
-
 def main() -> int:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,9 +183,12 @@ def main() -> int:
     began = time.monotonic()
     variants(arguments.platform, out)
     print(f"-- variants: {time.monotonic() - began:.0f} s", flush=True)
-    timeline(arguments.platform, out)
-    print(f"-- timeline: {time.monotonic() - began:.0f} s", flush=True)
-    files = {"json": "figures.json", "plot": "shares.png", "trace": "trace.json"}
+    files = {
+        "json": "figures.json",
+        "plot": "shares.png",
+        "trace": "trace.json",
+        "timeline": "timeline.png",
+    }
     options = [part for name, file in files.items() for part in (f"--{name}", str(out / file))]
     code = run(["bench", "all", "--platform", arguments.platform, *options])
     print(f"-- all: {time.monotonic() - began:.0f} s", flush=True)

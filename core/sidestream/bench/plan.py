@@ -41,7 +41,7 @@ class Plan:
     idle_seconds: float = field(default=5.0)
 
 
-#: An accelerator: all tables in about seven minutes.
+#: An accelerator: all tables in about seven minutes. The last bubble is the one to look at.
 DEVICE: Final = Plan(
     throughput=grid((0.005, 0.02, 0.1, 0.5), ("512px", "1024px", "2048px", "4x1024px", "81x720p")),
     rounds=3,

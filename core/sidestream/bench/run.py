@@ -26,7 +26,7 @@ class Findings:
     tables: list[Table]
     #: For a plot: the shares of each workload.
     cells: list[Cell] = field(default_factory=list)
-    #: For a trace: the outputs of one series.
+    #: For a trace or a timeline: the outputs of one series.
     samples: list[Sample] = field(default_factory=list)
 
 
@@ -70,9 +70,9 @@ def _overload(session: Session, plan: Plan) -> Findings:
 #: In the order in which they are measured.
 TABLES: Final[dict[str, Measure]] = {
     "handoff": _handoff,
-    "bubble": _bubble,
     "slowdown": _slowdown,
     "throughput": _throughput,
+    "bubble": _bubble,
     "overload": _overload,
     "idle": _idle,
     "transport": _transport,

@@ -13,7 +13,7 @@ from sidestream.bench.workload import Workload
 
 #: A gain under this share of the limit is none.
 _NO_GAIN: Final = 0.002
-_FEWEST, _MOST = 6, 200
+_FEWEST, _MOST = 4, 200
 
 
 @dataclass(frozen=True, kw_only=True)

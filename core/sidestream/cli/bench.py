@@ -23,15 +23,25 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _FILE: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 _POSITIVE: Final = click.IntRange(min=1)
 _plot = click.option("--plot", "plot_file", type=_FILE, help="Draw the shares as a PNG file.")
-_trace = click.option(
-    "--trace", "trace_file", type=_FILE, help="Write a timeline for https://ui.perfetto.dev."
-)
 _forwards = click.option(
     "--forward-ms", "forwards_ms", type=float, multiple=True, help="Length of a forward; repeats."
 )
 _outputs = click.option(
     "--output", "outputs", type=click.Choice(list(OUTPUTS)), multiple=True, help="Repeats."
 )
+
+
+def _trace(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--timeline", "timeline_file", type=_FILE, help="Draw some outputs as a PNG file."
+        ),
+        click.option(
+            "--trace", "trace_file", type=_FILE, help="Write them for https://ui.perfetto.dev."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _common(command: Command) -> Command:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 #: More outputs than this make a timeline that nobody reads.
 _TRACED: Final = 60
+_DRAWN: Final = 8
 
 
 class Figures:
@@ -28,11 +29,13 @@ class Figures:
         json_file: Path | None = None,
         plot_file: Path | None = None,
         trace_file: Path | None = None,
+        timeline_file: Path | None = None,
     ) -> None:
         self._session = session
         self._json_file = json_file
         self._plot_file = plot_file
         self._trace_file = trace_file
+        self._timeline_file = timeline_file
         self._tables: list[Table] = []
 
     def add(self, findings: Findings) -> None:
@@ -50,6 +53,8 @@ class Figures:
             self._draw(findings.cells, self._plot_file)
         if self._trace_file is not None and findings.samples:
             _write_trace(findings.samples[:_TRACED], self._trace_file)
+        if self._timeline_file is not None and findings.samples:
+            self._draw_timeline(findings.samples[:_DRAWN], self._timeline_file)
 
     def summarize(self) -> None:
         """Count the goals, and name those that are missed."""
@@ -68,6 +73,14 @@ class Figures:
             "requests/s as a share of the same forwards with their outputs dropped",
         )
         image.save(plot_file, optimize=True)
+
+    def _draw_timeline(self, samples: list[Sample], timeline_file: Path) -> None:
+        from sidestream.cli.timeline import draw_timeline
+
+        megabytes = samples[0].timings.nbytes / 1e6
+        title = f"sidestream bench: outputs of {megabytes:.4g} MB on {self._session.device_name}"
+        image = draw_timeline([sample.timings for sample in samples], title)
+        image.save(timeline_file, optimize=True)
 
 
 def _write_trace(samples: list[Sample], trace_file: Path) -> None:
