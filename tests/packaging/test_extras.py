@@ -18,7 +18,7 @@ def names(extra):
 
 
 def test_every_platform_has_an_extra():
-    assert PLATFORMS <= EXTRAS.keys()
+    assert EXTRAS.keys() >= PLATFORMS
     assert "all" not in EXTRAS
 
 
