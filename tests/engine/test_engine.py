@@ -357,9 +357,9 @@ def test_an_engine_describes_what_waits_where(engines, gate, until):
     until(lambda: engine.describe().count(": dispatched") == 2)
     lines = engine.describe().splitlines()
     assert "health: ok" in lines[0]
-    assert lines[1] == "queue: no worker has room: they compute, or are being restarted"
-    assert lines[2] == "group 0: running"
-    states = [line.split()[-1] for line in lines[3:]]
+    assert "queue: no worker has room: they compute, or are being restarted" in lines
+    assert "group 0: running" in lines
+    states = [line.split()[-1] for line in lines if line.split()[-1] in ("dispatched", "queued")]
     assert sorted(states) == ["dispatched", "dispatched", "queued", "queued"]
     assert all(any(f"'r{i}'" in line for line in lines) for i in range(len(handles)))
     gate.open()

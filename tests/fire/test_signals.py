@@ -58,6 +58,7 @@ class Scene:
     """All that a caller's thread does with an engine, and the engine's end in the middle of it."""
 
     def __init__(self, executor: str) -> None:
+        self.threads_of_others = set(threading.enumerate())
         self.engine = DiffusionEngine(
             EngineConfig(
                 pipeline="fire_pipes:Victim", platform="cpu", executor=executor, max_restarts=0
@@ -98,7 +99,7 @@ class Scene:
         assert not self.engine.health().ok
         with pytest.raises(sidestream.EngineClosedError):
             self.engine.submit(DiffusionRequest(""))
-        names = {thread.name for thread in threading.enumerate()}
+        names = {thread.name for thread in set(threading.enumerate()) - self.threads_of_others}
         assert not names & {"sidestream-engine", "sidestream-pump"}
 
 

@@ -58,7 +58,8 @@ def test_two_threads_close_during_a_long_forward(executor, start, pipes):
     assert outcome(engine.submit, DiffusionRequest("")) == "EngineClosedError"
 
 
-def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes):
+def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes, eventually):
+    others = set(threading.enumerate())
     engine = start(executor="uniproc", pipeline_options={"notes": str(pipes.notes)})
     handle = engine.submit(DiffusionRequest("take three seconds"))
     pipes.note()
@@ -66,6 +67,7 @@ def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes):
     engine.close(timeout_s=0.2)
     assert time.monotonic() - began < 2.5
     assert isinstance(handle.exception(0), sidestream.EngineClosedError)
+    assert eventually(lambda: set(threading.enumerate()) <= others, 30)
 
 
 @mostly_uniproc
