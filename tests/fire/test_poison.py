@@ -250,26 +250,22 @@ def test_a_pipeline_that_is_none_is_refused_at_start(start, pipeline, said):
         start(f"faults_pipes:{pipeline}", executor="uniproc")
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "SystemExit",
-        *(
-            pytest.param(what, marks=pytest.mark.soak)
-            for what in (
-                "holds a lock",
-                "class is missing in main",
-                "base group",
-                "3 MB message",
-                "str raises",
-                "str exits",
-            )
-        ),
-    ],
-)
-def test_whatever_load_raises_the_constructor_says_so(start, what):
+POISONS = [
+    "SystemExit",
+    "holds a lock",
+    "class is missing in main",
+    "base group",
+    "3 MB message",
+    "str raises",
+    "str exits",
+]
+
+
+@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=pytest.mark.soak), "uniproc"])
+@pytest.mark.parametrize("what", POISONS)
+def test_whatever_load_raises_the_constructor_says_so(start, what, executor):
     with pytest.raises(sidestream.WorkerStartError) as caught:
-        start("faults_pipes:LoadsAPoison", pipeline_options={"what": what})
+        start("faults_pipes:LoadsAPoison", executor=executor, pipeline_options={"what": what})
     told = ["".join(format_exception_only(one)) for one in (caught.value, *causes(caught.value))]
     name = "LockedEx" if what.startswith("own") else SAID[what].partition(":")[0]
     assert any(name in line for line in told)

@@ -157,14 +157,15 @@ def test_beside_a_busy_main_thread_no_request_is_lost_or_swapped(shared, executo
     assert spun > 0
 
 
-def test_dropped_handles_give_their_slots_back(start, eventually):
+def test_dropped_handles_give_their_slots_back(couriers, eventually):
+    engine = couriers(("cpu", "multiproc"))
     # Room for eight such outputs: were one of those dropped kept, the last would travel otherwise.
-    engine = start("faults_pipes:Faulty", host_buffer_bytes=8 * 64 * 64 * 3 * 4)
-    for seed in range(100):
-        engine.submit(request(seed=seed, size=64))
+    large = DiffusionRequest(f"fill {1 << 20}", SamplingParams(seed=0))
+    for _ in range(100):
+        engine.submit(large)
     assert engine.drain(30)
     assert eventually(lambda: engine.stats()["ready_bytes"] == 0)
-    held = [engine.submit(request(seed=seed, size=64)).result(30) for seed in range(6)]
+    held = [engine.submit(large).result(30) for _ in range(6)]
     assert {output.timings.carrier for output in held} == {"slot"}
 
 
