@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting, Dif
 from sidestream.errors import ConfigError, InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.greenlet_steps import GreenletSteps
+from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import leave_raw, processors
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
@@ -54,8 +56,7 @@ class AnyDiffusers(GreenletSteps):
 
     Images are (n,3,H,W), videos (n,3,frames,H,W), both -1 to 1. A request whose ``inputs`` have
     an ``image``, or a ``mask_image`` too, goes to the image-to-image or inpainting pipeline of
-    the same components, unless the loaded one takes them itself. Nothing is said about host
-    syncs: the pipeline runs as it is.
+    the same components, unless the loaded one takes them itself.
     """
 
     #: Every forward allocates its results anew, and decoders keep none of them.
@@ -69,6 +70,10 @@ class AnyDiffusers(GreenletSteps):
         self.on_step: StepHook | None = None
         self.supports_request_batch = type(pipeline).__name__ in _BATCHING
         self._siblings: dict[str, Any] = {}
+        # That of the siblings: image to image begins somewhere in the middle.
+        self._scheduler = getattr(pipeline, "scheduler", None)
+        if self._scheduler and "image" not in inspect.signature(pipeline.__call__).parameters:
+            pipeline.scheduler = quiet(copy.deepcopy(self._scheduler))
         if "prompt" not in inspect.signature(pipeline.__call__).parameters:
             allowed = "a pipeline that takes a prompt"
             raise ConfigError("model", type(pipeline).__name__, allowed)
@@ -166,6 +171,7 @@ class AnyDiffusers(GreenletSteps):
                 sibling = task.from_pipe(self.pipeline)
             except ValueError:  # it has none for this task
                 return self.pipeline
+            sibling.scheduler = self._scheduler
             sibling.set_progress_bar_config(disable=True)
             leave_raw(sibling, _RAW)
             self._siblings[name] = sibling

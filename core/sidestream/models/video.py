@@ -12,6 +12,7 @@ from torch import Tensor
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.greenlet_steps import GreenletSteps
+from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import RAW, leave_raw
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
@@ -50,6 +51,7 @@ class DiffusersVideo(GreenletSteps):
         #: Called after each denoising step with the number of steps done; may raise.
         self.on_step: StepHook | None = None
         leave_raw(pipeline)
+        pipeline.scheduler = quiet(pipeline.scheduler)
 
     @property
     def post_process(self) -> str:
