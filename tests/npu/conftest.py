@@ -33,6 +33,12 @@ class Simulator:
     def set(self, fault, count):
         assert self._library.aclsim_set(fault.encode(), ctypes.c_int64(count))
 
+    def call(self, name):
+        return getattr(self._library, name)()
+
+    def unimplemented_calls(self):
+        return self.call("aclsim_unimplemented_calls")
+
     @contextmanager
     def held(self, stream):
         """Let nothing run on a ``torch.npu.Stream`` meanwhile."""

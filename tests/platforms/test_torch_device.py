@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from sidestream.errors import PlatformError
+from sidestream.platforms import torch_stream
 from sidestream.platforms.device import DeviceEvent, SideStream
-from sidestream.platforms.torch_device import TorchDevice, TorchEvent
+from sidestream.platforms.torch_device import TorchDevice
+from sidestream.platforms.torch_stream import TorchEvent
 
 DEVICE = torch.device("meta", 0)
 
@@ -51,6 +53,9 @@ class VendorStream:
 
     def wait_event(self, event):
         self.waits.append(event)
+
+    def synchronize(self):
+        self.idle.wait()
 
 
 class VendorModule:
@@ -261,3 +266,82 @@ def test_the_other_hooks_name_their_device(device, vendor):
     assert device.memory_info(DEVICE) == (3, 4)
     assert device.empty_cache(DEVICE) is True
     assert vendor.calls == [("set_device", DEVICE), ("synchronize", DEVICE), ("empty_cache",)]
+
+
+# --- how the host waits ---------------------------------------------------------------------
+
+
+class DeafEvent(VendorEvent):
+    """Its own wait would never end, as of a vendor whose driver loses wake-ups."""
+
+    def synchronize(self):
+        raise AssertionError("the driver was asked to wait for an event")
+
+
+@pytest.fixture
+def device_that_waits(vendor):
+    def make(host_wait):
+        vendor.Event = DeafEvent
+        return TorchDevice(platform="mine", load=lambda: vendor, host_wait=host_wait)
+
+    return make
+
+
+@pytest.mark.parametrize("host_wait", ["stream", "poll"])
+def test_a_wait_ends_with_the_work_without_asking_the_event_to_wait(
+    device_that_waits, vendor, host_wait
+):
+    device = device_that_waits(host_wait)
+    stream = device.side_stream(DEVICE, 0)
+    idle = vendor.current_stream(DEVICE).idle
+    idle.clear()
+    event, answers = event_of(device), []
+    waiter = threading.Thread(target=lambda: answers.append(event.wait()))
+    waiter.start()
+    assert answers == []
+    idle.set()
+    waiter.join(30)
+    assert answers == [True]
+    stream.synchronize()
+
+
+def test_a_poll_ends_false_when_the_event_does_not_come(device_that_waits, vendor, monkeypatch):
+    monkeypatch.setattr(torch_stream, "POLL_LIMIT_S", 0.05)
+    device = device_that_waits("poll")
+    stream = device.side_stream(DEVICE, 0)
+    stream.native.idle.clear()
+    assert stream.record_event().wait() is False
+    with pytest.raises(PlatformError, match="did not finish its work"):
+        stream.synchronize()
+
+
+def test_an_event_that_is_incomplete_on_an_idle_stream_is_told(device_that_waits, vendor):
+    event = event_of(device_that_waits("stream"))
+    event.native.passed = threading.Event()  # lost: the stream is idle, and never passed it
+    assert event.wait() is False
+
+
+# --- registration ---------------------------------------------------------------------------
+
+
+def test_a_runtime_registers_memory_on_its_device_and_forgets_its_error(vendor, device):
+    inside = []
+
+    @contextmanager
+    def on_device(wanted):
+        inside.append(wanted)
+        yield
+
+    vendor.device = on_device
+    calls = []
+    pin = device.lock(
+        DEVICE,
+        1 << 40,
+        4096,
+        register=lambda: calls.append("register") or 712,
+        unregister=lambda: calls.append("unregister") or 0,
+        forget_error=lambda: calls.append("forget"),
+    )
+    assert pin is None
+    assert calls == ["register", "forget"]
+    assert inside == [DEVICE]
