@@ -338,12 +338,20 @@ class EngineLoop:
         )
 
     def _run(self) -> None:
+        self._bell.begin()
+        try:
+            self._work()
+        finally:
+            self._bell.end()
+        if self._end is not None:
+            error, timeout_s = self._end
+            self.refuse(error)
+            self._executor.shutdown(timeout_s)
+
+    def _work(self) -> None:
         while not self._is_stopping:
             self._bell.wait(self._pause_s())
             if self._end is not None:
-                error, timeout_s = self._end
-                self.refuse(error)
-                self._executor.shutdown(timeout_s)
                 return
             while self._unwanted:
                 self.abort(self._unwanted.popleft())

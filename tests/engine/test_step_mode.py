@@ -208,7 +208,7 @@ def test_streaming_output_turns_step_mode_on():
             "cpu",
             {"step_execution": True, "async_final_step": True},
             "step",
-            "synchronous, as this platform has no streams",
+            "synchronous, as this platform has no streams, or none to rely on",
             True,
             False,
         ),
@@ -426,6 +426,7 @@ def test_a_request_that_fails_fails_alone(stepped, until, way, where):
     assert engine.executor.collective_rpc("count_latents") == [0]
 
 
+@pytest.mark.soak
 def test_after_a_death_requests_run_again_from_their_first_step(make_engine, tmp_path, until):
     engine = make_engine(
         "step_pipes:Walk",

@@ -20,8 +20,9 @@ WAYS = pytest.mark.parametrize(
         ("cpu", "uniproc", {}),
         ("sim", "multiproc", {}),
         ("sim", "multiproc", {"async_final_step": True}),
+        ("sim", "uniproc", {"async_final_step": True}),
     ],
-    ids=["cpu", "uniproc", "sim", "sim-async"],
+    ids=["cpu", "uniproc", "sim", "sim-async", "uniproc-async"],
 )
 CPU = ("cpu", "multiproc", {})
 LOCAL = ("cpu", "uniproc", {})
@@ -224,8 +225,11 @@ def test_a_request_that_runs_again_tells_nothing_twice(make_engine, tmp_path, ga
         max_restarts=1,
         pipeline_options={"log": str(tmp_path / "log")},
     )
-    told = [summary(event) for event in engine.submit(request(1, "kill-once-4")).events()]
-    assert told == expected(1)
+    dies_once, innocent = [
+        engine.submit(request(seed, prompt)) for seed, prompt in enumerate(["kill-once-4", "x"])
+    ]
+    assert [summary(event) for event in dies_once.events()] == expected(0)
+    assert [summary(event) for event in innocent.events()] == expected(1)
 
 
 def test_asking_in_a_done_callback_is_refused_while_it_would_block(streaming, gate):

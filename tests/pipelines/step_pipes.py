@@ -125,6 +125,9 @@ class Walk(Gradient):
     def threads(self):
         return sorted(thread.name for thread in threading.enumerate())
 
+    def wait_at(self, prompt):
+        pause(prompt, "call")
+
     def hold_forwards(self):
         from sidestream.testing import sim
 

@@ -20,6 +20,16 @@ class Bell:
         self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._turn = turn
 
+    def begin(self) -> None:
+        """Say that the calling thread is the one that waits, from now on."""
+        if self._turn is not None:
+            self._turn.take_residence()
+
+    def end(self) -> None:
+        """Say that it waits no more."""
+        if self._turn is not None:
+            self._turn.end_residence()
+
     def ring(self) -> None:
         """Have the thread look; also inside a finalizer, hence inside any lock."""
         # SimpleQueue.put is reentrant, made to be called from finalizers.

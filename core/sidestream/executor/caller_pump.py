@@ -1,7 +1,7 @@
 """Reading without a thread of its own: whoever waits for a worker reads for all who do.
 
-Step mode starts no pump. Its engine loop reads, since it always waits; who waits while no loop does
-(a start, an end, an executor without an engine) takes the turn instead.
+Step mode starts no pump. Its engine loop reads, since it always waits; while there is none (at a
+start, at an end, for an executor without an engine) the turn is taken by who waits.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from sidestream.executor.pump import ResultPump
 from sidestream.executor.result_channel import ResultChannel
 from sidestream.transport.channel import Frame
 from sidestream.transport.envelope import Delivery
 
+#: How often those who wait look by themselves: who reads may be held up by a signal handler.
+_LOOK_S: Final = 0.5
+
 
 class ReadingTurn:
     """Lets one of the threads that wait read, for all pumps of an engine and all that wait.
 
     A message resolves the future that is registered for it, whoever reads it; the others wait until
-    theirs is or the turn is free. States: open, closed.
+    theirs is or the turn is free. A resident, while there is one, leaves it to nobody: what it
+    reads can't be cut short by a signal handler, as in a main thread. States: open, closed.
     """
 
     def __init__(self) -> None:
@@ -37,6 +41,7 @@ class ReadingTurn:
         # handler may wait while its thread is in here.
         self._changed = threading.Condition()
         self._reader: int | None = None
+        self._resident: int | None = None
         # Guards _wake_fd, whose number may be another file's as soon as it is closed; reentrant for
         # the same reason, and since a finalizer may wake.
         self._waking = threading.RLock()
@@ -61,10 +66,20 @@ class ReadingTurn:
                     return False
                 is_first = False
                 left = None if left is None else max(0.0, left)
-                if self._is_taken():
-                    self._changed.wait(left)
+                if self._is_taken() or self._resident not in (None, threading.get_ident()):
+                    self._changed.wait(_LOOK_S if left is None else min(left, _LOOK_S))
                     continue
             self._take_turn(left)
+
+    def take_residence(self) -> None:
+        """Have the calling thread read whenever it waits, and nobody else."""
+        self._resident = threading.get_ident()
+
+    def end_residence(self) -> None:
+        """Leave the turn to whoever waits; by the resident."""
+        with self._changed:
+            self._resident = None
+            self._changed.notify_all()
 
     def is_reader(self) -> bool:
         """Tell whether the caller has the turn."""
