@@ -25,7 +25,7 @@ demo: $(READY) ## draw digits through the asynchronous path into ./demo/
 # Many tests wait for a process to start. One thread of torch in each: more threads than cores make
 # them slow. A file stays in one process, since what it sets up is for all of its tests; some share
 # even more (tests/conftest.py). Not the files with most tests first: the long ones have few.
-test: $(READY) ## run the tests (about five minutes on two cores)
+test: $(READY) ## run the tests (a few minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder
 

@@ -202,13 +202,14 @@ if os.fork() == 0:
     tensors = [output.output for output in taken]
     del taken[0]
     tensors += [handle.result(0).output for handle in ready]
-    looks = 0
-    while not select.select([parent_says], [], [], 0)[0]:
+    is_over = False
+    while not is_over:
+        # Again and again, but not all the time: that would take the parent a core.
+        is_over = bool(select.select([parent_says], [], [], 0.01)[0])
         for seed, tensor in enumerate(tensors):
             if not (tensor == seed).all():
                 os._exit(1)
-        looks += 1
-    os._exit(0 if looks else 2)
+    os._exit(0)
 
 del ready, handle
 assert is_filled(taken[0], MIB, 0)  # the child dropped its own
