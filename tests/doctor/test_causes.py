@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -122,9 +124,34 @@ def test_a_child_that_hangs_ends_in_time_and_takes_its_own_children_along(plugin
         given = questions.ask("probe", "forks", module)
     assert given.is_hung
     assert f"while importing {module}" in given.failure
-    deadline = time.monotonic() + 20
-    while is_running(int(marker.read_text())):
-        assert time.monotonic() < deadline, "the grandchild was left behind"
+    until(lambda: not is_running(int(marker.read_text())))
+
+
+def test_an_interrupt_ends_the_examination_and_its_children(torchless):
+    marker = torchless.path / "child"
+    torchless.add(
+        "hangs",
+        "import os, pathlib, time\n"
+        f"path = pathlib.Path({str(marker)!r})\n"
+        "path.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "path.with_suffix('.new').rename(path)\n"
+        "time.sleep(1000)\n",
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "sidestream.cli.main", "doctor"],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    until(marker.exists)
+    doctor.send_signal(signal.SIGINT)
+    assert doctor.wait(30) == 130
+    assert not is_running(int(marker.read_text()))
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
