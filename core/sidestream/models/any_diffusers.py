@@ -131,7 +131,7 @@ class AnyDiffusers(GreenletSteps):
             "return_dict": False,
         }
         given = {name: value for name, value in optional.items() if name in call.accepted}
-        with _reporting_steps(call.pipeline, call.accepted, self.on_step) as callback:
+        with reporting_steps(call.pipeline, call.accepted, self.on_step) as callback:
             return call.pipeline(**arguments, **given, **callback)[0]
 
     def _call(self, request: DiffusionRequest) -> _Call:
@@ -212,7 +212,7 @@ def _is_one_by_one(pipeline: Any) -> bool:
 
 
 @contextmanager
-def _reporting_steps(
+def reporting_steps(
     pipeline: Any, accepted: Mapping[str, Any], on_step: StepHook | None
 ) -> Iterator[dict[str, Any]]:
     """Call ``on_step`` behind each step of a call; gives the arguments that it takes for that."""

@@ -25,6 +25,10 @@ _ADAPTERS: Final[Mapping[str, str]] = {
 }
 #: For every other class that diffusers has.
 _ANY_ADAPTER: Final = "sidestream.models.any_diffusers:AnyDiffusers"
+#: For a folder whose model is loaded by code in it, by its ``config.json``'s architecture.
+_REMOTE_ADAPTERS: Final[Mapping[str, str]] = {
+    "HunyuanImage3ForCausalMM": ("sidestream.models.hunyuan_image3_released:HunyuanImage3Released"),
+}
 #: Checkpoints that come with the package: each is a folder of that name in it.
 _BUILT_IN: Final = ("digits",)
 _BUILT_IN_FOLDER: Final = Path(__file__).parent / "checkpoints"
@@ -32,6 +36,7 @@ _BUILT_IN_FOLDER: Final = Path(__file__).parent / "checkpoints"
 #: What a checkpoint says about how to sample it: fields of ``SamplingParams``.
 GENERATION_CONFIG: Final = "generation_config.json"
 _MODEL_INDEX: Final = "model_index.json"
+_CONFIG: Final = "config.json"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INSTALL: Final = 'pip install "sidestream[diffusers]"'
 
@@ -110,7 +115,11 @@ def _download(hub_id: str, *, layout_known: bool) -> Path:
     # again in one file, and as large.
     wanted = ["*.json", "*/*"] if layout_known else None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted))
+        folder = Path(snapshot_download(hub_id, allow_patterns=wanted))
+        if wanted is None or (folder / _MODEL_INDEX).is_file():
+            return folder
+        # No diffusers repository: its weights and code are beside the config.
+        return Path(snapshot_download(hub_id))
     except Exception as error:
         # The boundary to the hub's client, which lets through whatever its HTTP library, the disk
         # or the server came up with.
@@ -125,16 +134,20 @@ def _download(hub_id: str, *, layout_known: bool) -> Path:
 
 def _find_adapter(folder: Path) -> str:
     path = folder / _MODEL_INDEX
-    if not path.is_file():
+    remote = None if path.is_file() else _find_remote_adapter(folder)
+    if remote is None and not path.is_file():
         raise ConfigError(
             "model",
             str(folder),
-            f"a folder with {_MODEL_INDEX}, as DiffusionPipeline.save_pretrained writes it, or "
+            f"a folder with {_MODEL_INDEX}, as DiffusionPipeline.save_pretrained writes it, one "
+            f"whose {_CONFIG} has code of its own (auto_map) for {_listed(_REMOTE_ADAPTERS)}, or "
             "any folder together with pipeline='package.module:Class'",
         )
     for package in ("diffusers", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(package, f"the model {str(folder)!r}", _INSTALL)
+    if remote is not None:
+        return remote
     class_name = _read_object(path).get("_class_name")
     if isinstance(class_name, str):
         if class_name in _ADAPTERS:
@@ -147,6 +160,16 @@ def _find_adapter(folder: Path) -> str:
         f"{_listed(_ADAPTERS)}, or another pipeline of the diffusers that is installed; for a "
         "class of your own give pipeline='package.module:Class'",
     )
+
+
+def _find_remote_adapter(folder: Path) -> str | None:
+    path = folder / _CONFIG
+    config = _read_object(path) if path.is_file() else {}
+    architectures = config.get("architectures")
+    if "auto_map" not in config or not isinstance(architectures, list):
+        return None
+    found = (_REMOTE_ADAPTERS[name] for name in architectures if name in _REMOTE_ADAPTERS)
+    return next(found, None)
 
 
 def _diffusers_pipelines() -> frozenset[str]:
