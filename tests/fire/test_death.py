@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +23,10 @@ from sidestream.transport.frame import Frame
 
 soak = pytest.mark.soak
 
-#: A second is promised; more is given where tests share their machine.
+#: What is promised, from the moment that the kernel shows a death to who asks for it: whoever waits
+#: for a worker is told, and the workers of a main process are gone.
+TOLD_S, GONE_S = 1.0, 3.0
+#: For what nothing is promised of.
 PROMPT_S = 5.0
 
 HOWS = ("SIGKILL", "SIGTERM", "SIGSEGV", "exit 3")
@@ -66,6 +71,36 @@ def _nothing_is_left(no_leaks):
     """Of every test in this file."""
 
 
+class Deaths:
+    """When processes die, by the kernel's word and not by what the engine makes of it."""
+
+    def __init__(self, *pids: int) -> None:
+        # Descriptors: nobody else can get the number of a process that one is open for.
+        self._fds = [os.pidfd_open(pid) for pid in pids]
+
+    def last(self, timeout_s: float = 30) -> float:
+        """Wait until all are dead; gives when that was."""
+        try:
+            for fd in self._fds:
+                assert select.select([fd], [], [], timeout_s)[0]
+            return time.monotonic()
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+
+@pytest.fixture
+def within(record_property) -> Callable[[float, str, float], None]:
+    """Have something happen soon enough after a death, and keep how soon that was."""
+
+    def check(since: float, what: str, limit_s: float) -> None:
+        took_s = time.monotonic() - since
+        record_property(what, f"{took_s:.4f}")
+        assert took_s < limit_s, f"{what} took {took_s:.2f} s"
+
+    return check
+
+
 def end(pid: int, how: str, pipes) -> None:
     if how == "exit 3":
         pipes.order_exit(3)
@@ -85,10 +120,13 @@ def assert_names(error: BaseException | None, how: str, pid: int) -> None:
 
 
 @pytest.mark.parametrize(("who", "how", "phase"), rows(FAILS))
-def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes, eventually):
+def test_a_dead_worker_fails_whatever_waits_for_it(
+    who, how, phase, start, pipes, eventually, within
+):
     on_sim = phase in ("computed", "copying")
     engine = start(platform="sim" if on_sim else "cpu", pipeline_options=pipes.options)
     (pid,) = engine.executor.collective_rpc("pid")
+    deaths = Deaths(pid)
     calls = ThreadPoolExecutor(4)
     handles, pending = [], []
 
@@ -123,8 +161,13 @@ def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes
 
     if how != "exit 3" or phase != "forward that holds the GIL":
         end(pid, how, pipes)
+    died_at = deaths.last()
+    for future in (*(handle.output_ready for handle in handles), *pending):
+        future.exception(PROMPT_S)
+    within(died_at, "futures", TOLD_S)
     # Without any traffic.
     assert eventually(lambda: not engine.health().ok)
+    within(died_at, "health", TOLD_S)
     for handle in handles:
         for future in (handle.future(), handle.output_ready):
             error = future.exception(PROMPT_S)
@@ -147,12 +190,17 @@ def test_a_dead_worker_fails_whatever_waits_for_it(who, how, phase, start, pipes
 
 
 @pytest.mark.parametrize(("who", "how", "phase"), rows(RAISES))
-def test_a_worker_that_dies_while_it_loads_fails_the_constructor(who, how, phase, start, pipes):
+def test_a_worker_that_dies_while_it_loads_fails_the_constructor(
+    who, how, phase, start, pipes, within
+):
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(start, pipeline_options={**pipes.options, "at_load": "wait"})
         pid = pipes.note()
+        deaths = Deaths(pid)
         end(pid, how, pipes)
+        died_at = deaths.last()
         error = starting.exception(PROMPT_S)
+        within(died_at, "constructor", TOLD_S)
     assert isinstance(error, sidestream.WorkerStartError)
     assert error.stage == "pipeline"
     assert_names(error.__cause__, how, pid)
@@ -256,7 +304,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize(("who", "how", "phase"), rows(GONE))
-def test_nothing_outlives_a_killed_main_process(who, how, phase, script, tmp_path):
+def test_nothing_outlives_a_killed_main_process(who, how, phase, script, tmp_path, within):
     main = script(MAIN, tmp_path, *phase.split(", "))
     child, *workers = map(int, main.line())
     apart = set(map(int, main.line()))
@@ -268,10 +316,14 @@ def test_nothing_outlives_a_killed_main_process(who, how, phase, script, tmp_pat
         "process group of main": [],
         "everybody": main.family(),
     }[who]
+    of_main, of_workers = Deaths(main.pid), Deaths(*workers)
     if not victims:
         main.signal_group(signal.Signals[how])
     for pid in victims:
         os.kill(pid, signal.Signals[how])
+    died_at = of_main.last()
+    of_workers.last()
+    within(died_at, "workers", GONE_S)
     # What a user forked, and what took a session of its own, is theirs to end.
     assert main.is_gone(PROMPT_S, but={child, *apart})
     assert os.listdir(tmp_path) == ["notes"]
