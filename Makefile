@@ -32,8 +32,10 @@ test: $(READY) ## run the tests (a few minutes on two cores)
 test-npu: ## run the NPU plugin over the real torch_npu and a simulated runtime (.venv-npu, g++)
 	$(PYTHON) scripts/test_npu.py
 
+# Without pytest's dump of tests that take long, as all of these may: it reads the stacks of threads that
+# run, and has ended the whole process by SIGSEGV.
 soak: $(READY) ## run the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
 
 lint: $(READY) ## check style, formatting, the floors of the package, spelling
 	$(BIN)/ruff check $(TESTED)
