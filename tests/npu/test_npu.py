@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sidestream.errors import PlatformError, RequestError, WorkerError
 from sidestream.platforms.self_test import self_test
 from sidestream.testing.contract import PlatformContract
 
+PIPELINES = str(Path(__file__).parents[1] / "pipelines")
 NBYTES = 1 << 20
 POISON = 0xEE
 FOREVER = 1 << 40
@@ -288,6 +290,34 @@ def test_an_engine_notices_that_the_device_loses_its_work(simulator, monkeypatch
         while engine.health().ok and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "lost" in engine.health().reason
+
+
+def test_without_cann_import_torch_breaks_and_cpu_and_sim_serve(run_npu):
+    code, output = run_npu(
+        """
+        import subprocess, sys
+        from sidestream import DiffusionEngine, DiffusionRequest, EngineConfig, SamplingParams
+        from sidestream.platforms.registry import PlatformRegistry
+
+        command = [sys.executable, "-c", "import torch"]
+        plain = subprocess.run(command, capture_output=True, text=True)
+        print("import torch:", plain.returncode, "libhccl.so" in plain.stderr)
+        print(PlatformRegistry.discover().select("npu").reason)
+        for name in ("cpu", "sim"):
+            config = EngineConfig(pipeline="sidestream_pipes:Gradient", platform=name)
+            with DiffusionEngine(config) as engine:
+                output = engine.submit(DiffusionRequest("", SamplingParams(seed=5))).result(60)
+                print(name, "serves:", bool((output.output == 5).all()))
+        """,
+        LD_LIBRARY_PATH="",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="1",
+        PYTHONPATH=PIPELINES,
+    )
+    assert code == 0, output
+    assert "import torch: 1 True" in output
+    assert "libascendcl.so, libhccl.so can't be found; install CANN" in output
+    assert "cpu serves: True" in output
+    assert "sim serves: True" in output
 
 
 def test_what_the_simulator_can_not_do_fails_and_is_counted(simulator, tmp_path, monkeypatch):

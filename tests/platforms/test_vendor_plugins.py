@@ -127,7 +127,7 @@ def test_without_torch_each_says_what_to_install(machine):
     machine.has_package("torch")  # without a version.py: not to be read
     for name, probe in machine.probes().items():
         assert not probe["available"]
-        assert "torch is not installed; install it: pip install" in probe["reason"], name
+        assert "is not installed; install it: pip install" in probe["reason"], name
 
 
 # --- npu ------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ Each function says in one line what is missing and what to do, or None.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +74,14 @@ def missing_libraries(
         if library.encode() not in cache and not any((one / library).exists() for one in searched)
     ]
     return f"{', '.join(missing)} can't be found; {advice}" if missing else None
+
+
+def missing_backend(package: str, install: str) -> str | None:
+    """Say that torch, or a vendor's package for it, is not installed."""
+    for name in ("torch", package):
+        if name not in sys.modules and find_spec(name) is None:
+            return f"{name} is not installed; install it: {install}"
+    return None
 
 
 def installed_version(distribution: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,11 +11,11 @@ from sidestream.platforms.hookspecs import hookimpl
 from sidestream.platforms.host_memory import clear_pending_error
 from sidestream.platforms.machine import (
     hidden_devices,
+    missing_backend,
     missing_libraries,
     missing_pci_vendor,
     probe_by,
 )
-from sidestream.platforms.torch_build import torch_build
 from sidestream.platforms.torch_device import TorchDevice
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def probe() -> Probe:
         "musa",
         "torch_musa, the MUSA runtime and a Moore Threads GPU are there",
         (
-            _missing_torch,
+            partial(missing_backend, "torch_musa", _INSTALL),
             partial(
                 missing_libraries,
                 ("libmusart.so",),
@@ -89,10 +88,3 @@ def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin 
 def distributed_backend() -> str:
     """Name MCCL."""
     return "mccl"
-
-
-def _missing_torch() -> str | None:
-    missing = "torch" if torch_build() is None else "torch_musa"
-    if missing == "torch" or find_spec("torch_musa") is None:
-        return f"{missing} is not installed; install it: {_INSTALL}"
-    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +14,7 @@ from sidestream.platforms.machine import (
     hidden_devices,
     installed_version,
     minor,
+    missing_backend,
     missing_libraries,
     probe_by,
     unusable_nodes,
@@ -27,16 +27,15 @@ from sidestream.platforms.torch_stream import TorchEvent
 if TYPE_CHECKING:
     import torch
 
-#: "0" records events without waiting for the stream first; see the README before.
+#: "0" records events without waiting for the stream first; read its README before.
 SYNCHRONIZE_VARIABLE: Final = "SIDESTREAM_NPU_SYNCHRONIZE_BEFORE_RECORD"
 
 _INSTALL: Final = (
     "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, and then "
     "pip install torch-npu==2.13.0"
 )
-_MAPPED: Final = (
-    0x2  # ACL_HOST_REG_MAPPED; with ACL_HOST_REG_PINNED alone copies are three times slower
-)
+#: ACL_HOST_REG_MAPPED; with ACL_HOST_REG_PINNED alone copies are three times slower.
+_MAPPED: Final = 0x2
 
 
 def _torch_npu() -> Any:
@@ -68,6 +67,7 @@ def probe() -> Probe:
         "npu",
         "torch_npu, CANN and the Ascend driver are there",
         (
+            partial(missing_backend, "torch_npu", _INSTALL),
             _unfit_torch,
             _missing_cann,
             partial(hidden_devices, "ASCEND_RT_VISIBLE_DEVICES"),
@@ -85,10 +85,8 @@ def probe() -> Probe:
 def record_device_event(device: torch.device, timing: bool) -> TorchEvent:
     """Record on the current stream, by default once all that is queued there is done."""
     stream = _torch_npu().current_stream(device)
-    if (
-        flag(SYNCHRONIZE_VARIABLE, default=True)
-        and not _device.recorded(device, stream, False).wait()
-    ):
+    waits = flag(SYNCHRONIZE_VARIABLE, default=True)
+    if waits and not _device.recorded(device, stream, False).wait():
         raise PlatformError(f"The stream of {device} did not finish its work.", platform="npu")
     return _device.recorded(device, stream, timing)
 
@@ -96,9 +94,10 @@ def record_device_event(device: torch.device, timing: bool) -> TorchEvent:
 @hookimpl
 def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
     """Register the mapping where this torch_npu can and the driver really does so."""
-    runtime = _torch_npu().npurt() if hasattr(_torch_npu(), "npurt") else None
-    if runtime is None:
+    npu = _torch_npu()
+    if not hasattr(npu, "npurt"):
         return None
+    runtime = npu.npurt()
     return _device.lock(
         device,
         address,
@@ -115,12 +114,10 @@ def distributed_backend() -> str:
 
 
 def _unfit_torch() -> str | None:
-    """Say that torch or torch_npu is missing, or that they are not made for each other."""
+    """Say that torch and torch_npu are not made for each other."""
     build, npu = torch_build(), installed_version("torch-npu")
-    if build is None or npu is None or find_spec("torch_npu") is None:
-        return (
-            f"{'torch' if build is None else 'torch_npu'} is not installed; install it: {_INSTALL}"
-        )
+    if build is None or npu is None:
+        return f"torch or torch_npu is not whole; install both again: {_INSTALL}"
     if build.cuda is not None:
         return (
             f"torch {build.version} is a CUDA build, in which torch_npu ends the process at its "
