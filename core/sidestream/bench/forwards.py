@@ -76,6 +76,7 @@ class DeviceForwards:
             buffer = torch.zeros(_BUFFER_BYTES // 4, device=self._device)
             self._kernels[kind] = lambda: buffer.add_(1)
         kernel = self._kernels[kind]
+        kernel()  # the first of a kind loads its library: no part of what one takes
         count, elapsed_s = 8, 0.0
         while elapsed_s < _CALIBRATION_S:
             count *= 2
