@@ -57,6 +57,9 @@ def load_pretrained(
     """
     if config.model is None:
         raise ConfigError("model", None, f"a checkpoint folder for {pipeline_class.__name__}")
+    if config.world_size > 1 and "transformer" not in components:
+        allowed = f"1 for {pipeline_class.__name__}: its adapter does not divide it among ranks"
+        raise ConfigError("tensor_parallel_size", config.world_size, allowed)
     options = DiffusersOptions.of(config.options)
     with quiet_progress_bars():
         with options.loading(config) as arguments:

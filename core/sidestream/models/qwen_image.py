@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor
 
 from sidestream.errors import InvalidRequestError
@@ -13,6 +13,7 @@ from sidestream.models.diffusers_pipeline import load_pretrained, named_argument
 from sidestream.models.qwen_image_steps import QwenImageState, QwenImageSteps
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
+from sidestream.models.sharding import load_shard
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -66,8 +67,15 @@ class QwenImage:
 
     @classmethod
     def load(cls, config: PipelineConfig) -> Self:
-        """Load a checkpoint folder as ``QwenImagePipeline.save_pretrained`` writes it."""
-        pipeline = load_pretrained(QwenImagePipeline, config)
+        """Load a checkpoint folder as ``QwenImagePipeline.save_pretrained`` writes it.
+
+        With more than one rank each loads its part of the transformer, see ``sharding``.
+        """
+        shard = {}
+        if config.world_size > 1 and config.model is not None:
+            folder = config.model / "transformer"
+            shard["transformer"] = load_shard(QwenImageTransformer2DModel, folder, config)
+        pipeline = load_pretrained(QwenImagePipeline, config, **shard)
         assert config.model is not None  # load_pretrained refused it
         return cls(pipeline, read_defaults(config.model))
 

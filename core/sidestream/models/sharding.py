@@ -51,39 +51,41 @@ class ShardPlan:
     once: Sequence[str] = ()
 
     @classmethod
-    def of_diffusers(cls, plan: Mapping[str, str], heads: int) -> ShardPlan:
-        """Take a diffusers model's ``_tp_plan`` of plain linear layers.
+    def of(cls, model: Any) -> ShardPlan:
+        """Take a model's own ``shard_plan``, else the ``_tp_plan`` of a diffusers model.
 
         Raises:
-            ConfigError: The plan has another style than ``colwise`` and ``rowwise``.
+            ConfigError: There is none, or it has a style that is not known here.
         """
+        own = getattr(model, "shard_plan", None)
+        if isinstance(own, ShardPlan):
+            return own
         cuts: dict[str, Cut] = {}
         sums: list[str] = []
-        for module, style in plan.items():
+        for module, style in (model._tp_plan or {"the model": None}).items():
             if style == "colwise":
                 cuts[f"{module}.weight"] = cuts[f"{module}.bias"] = Cut(0)
             elif style == "rowwise":
                 cuts[f"{module}.weight"] = Cut(1)
                 sums.append(module)
             else:
-                raise ConfigError(f"_tp_plan: {module}", style, "'colwise' or 'rowwise'")
-        return cls(cuts, sums, heads, once=[f"{module}.bias" for module in sums])
+                name = type(model).__name__
+                allowed = "'colwise' or 'rowwise', for tensor parallelism"
+                raise ConfigError(f"{name}._tp_plan: {module}", style, allowed)
+        biases = [f"{module}.bias" for module in sums]
+        return cls(cuts, sums, divided=model.config.num_attention_heads, once=biases)
 
 
-def load_shard(
-    model_class: Any, folder: Path, config: PipelineConfig, plan: ShardPlan | None = None
-) -> Any:
+def load_shard(model_class: Any, folder: Path, config: PipelineConfig) -> Any:
     """Load this rank's part of a diffusers model, reading no more of its files than that.
 
-    Without a plan the model's own ``shard_plan`` holds.
-
     Raises:
-        ConfigError: The world size doesn't divide the model, or the folder lacks a weight.
+        ConfigError: The model has no plan, the world size doesn't divide it, or the folder lacks
+            a weight.
     """
     with init_empty_weights():
         model = model_class.from_config(model_class.load_config(folder))
-    if plan is None:
-        plan = model.shard_plan
+    plan = ShardPlan.of(model)
     _check(model, plan, config.world_size)
     missing = dict(model.named_parameters())
     for name, stored in _stored_weights(folder):
@@ -94,32 +96,22 @@ def load_shard(
             tensor.zero_()
         kept = set(name.split(".")) & set(model._keep_in_fp32_modules or ())
         dtype = torch.float32 if kept else config.dtype
-        set_parameter(model, name, tensor.to(config.device, dtype))
+        _set_parameter(model, name, tensor.to(config.device, dtype))
         del missing[name]
     if missing:
         raise ConfigError("model", str(folder), f"a folder with the weights {sorted(missing)}")
-    sum_over_ranks(model, plan)
+    _sum_over_ranks(model, plan)
     return model.to(config.device).eval()
 
 
-def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     """Put a tensor of any shape in a parameter's place."""
     module, _, leaf = name.rpartition(".")
     parameter = nn.Parameter(value, requires_grad=False)
     model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def shard_shape(plan: ShardPlan, name: str, shape: Sequence[int], world_size: int) -> list[int]:
-    """Give the shape of one rank's part of a parameter of ``shape``."""
-    cut = _find(plan.cuts, name)
-    part = list(shape)
-    if cut is not None:
-        part[cut.dim] //= world_size
-    return part
-
-
-def sum_over_ranks(model: nn.Module, plan: ShardPlan) -> None:
-    """Add up the partial results of the plan's modules over torch.distributed's default group."""
+def _sum_over_ranks(model: nn.Module, plan: ShardPlan) -> None:
     for name, module in model.named_modules():
         if any(fnmatchcase(name, pattern) for pattern in plan.sums):
             module.register_forward_hook(_sum)
