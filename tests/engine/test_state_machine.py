@@ -38,6 +38,8 @@ class Requests(RuleBasedStateMachine):
 
     engine: sidestream.DiffusionEngine
     may_kill = False
+    #: What the pipeline adds to a request's seed.
+    added = 0
 
     handles = Bundle("handles")
 
@@ -97,7 +99,7 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def let_go_of_the_outputs(self):
         for seed, output in self.held:
-            assert (output.output == seed).all()
+            assert (output.output == seed + self.added).all()
         self.held.clear()
 
     @rule(pair=handles, wait=st.booleans())
@@ -137,7 +139,7 @@ class Requests(RuleBasedStateMachine):
         except DISTURBED:
             assert seed in self.disturbed
         else:
-            assert (output.output == seed).all()
+            assert (output.output == seed + self.added).all()
             keep((seed, output))
 
     def teardown(self):
@@ -152,8 +154,9 @@ class Requests(RuleBasedStateMachine):
         assert stats["queued"] == stats["outputs"] == stats["forwards"] == stats["calls"] == 0
 
 
-def run(engine, examples, *, may_kill=False):
-    machine = type("Machine", (Requests,), {"engine": engine, "may_kill": may_kill})
+def run(engine, examples, *, may_kill=False, added=0):
+    fields = {"engine": engine, "may_kill": may_kill, "added": added}
+    machine = type("Machine", (Requests,), fields)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -180,3 +183,26 @@ def test_the_same_for_long(make_engine):
 def test_the_same_with_a_worker_that_is_killed_now_and_then(make_engine):
     engine = make_engine("Batching", platform="sim", max_batch_size=3, max_restarts=100_000)
     run(engine, 30, may_kill=True)
+
+
+def run_stepped(make_engine, examples, *, may_kill=False, **config):
+    engine = make_engine(
+        "step_pipes:SharedWalk", platform="sim", step_execution=True, max_batch_size=2, **config
+    )
+    run(engine, examples, may_kill=may_kill, added=3)
+
+
+def test_the_same_in_step_mode(make_engine):
+    run_stepped(make_engine, 50, async_final_step=True, streaming_output=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_same_in_step_mode_without_a_pump(make_engine):
+    run_stepped(make_engine, 500)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_same_in_step_mode_with_a_worker_that_is_killed_now_and_then(make_engine):
+    run_stepped(make_engine, 30, may_kill=True, max_restarts=100_000)

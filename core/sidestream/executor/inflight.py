@@ -19,6 +19,7 @@ from sidestream.errors import ExecutionError, OutputTransferError, RequestError,
 from sidestream.executor.events import EventLog
 from sidestream.executor.futures import Answer, OutputFuture, StageFuture
 from sidestream.executor.holding import holds_any
+from sidestream.executor.stepwise import StepFuture
 from sidestream.output import DiffusionOutput
 from sidestream.protocol import number_of
 from sidestream.transport.failure import describe_error, detach_frames
@@ -383,10 +384,11 @@ class InflightTable:
     def counts(self) -> dict[str, int]:
         """Count what is open."""
         with self._lock:
+            steps = sum(isinstance(future, StepFuture) for future, _ in self._rpc_futures.values())
             return {
                 "outputs": len(self._output_futures),
-                "forwards": len(self._forwards),
-                "calls": len(self._rpc_futures),
+                "forwards": len(self._forwards) + steps,
+                "calls": len(self._rpc_futures) - steps,
                 "stale_messages": self.stale_messages,
             }
 
