@@ -42,8 +42,8 @@ _KNOWN: Final = (
     _known(
         "torch-cuda-build",
         r"Duplicated key 'pinned_reserve",
-        "torch_npu aborts on a CUDA build of torch: reinstall torch as the CPU build, "
-        "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        "torch_npu aborts on a CUDA build of torch; install the CPU build over it: "
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu",
     ),
     _known(
         "cann-missing",

@@ -25,7 +25,8 @@ _BOOT: Final = (
     "from sidestream.doctor.child import main; "
     "sys.path[:] = json.loads(sys.argv[1]); main(int(sys.argv[2]), sys.argv[3], sys.argv[4:])"
 )
-_TAIL_BYTES: Final = 4096
+#: A stack of C++ frames may stand behind what tells the cause.
+_TAIL_BYTES: Final = 1 << 16
 _LINE_LENGTH: Final = 200
 _POLL_S: Final = 0.01
 
@@ -71,16 +72,24 @@ class Answer:
             return _described(self.errors[-1])
         code = self.exit_code or 0
         how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        said = f": {lines[-1].strip()[:_LINE_LENGTH]}" if lines and code > 0 else ""
-        return f"the process ended ({how}) while {self.stage}{said}"
+        said = self._said_at_last
+        return f"the process ended ({how}) while {self.stage}{f': {said}' if said else ''}"
+
+    @property
+    def _said_at_last(self) -> str:
+        """Give the line of the output that tells most: behind a crash stand stacks."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        for start in ("what():", "Fatal Python error:"):
+            if found := [line.removeprefix(start) for line in lines if line.startswith(start)]:
+                return found[0].strip()[:_LINE_LENGTH]
+        return lines[-1][:_LINE_LENGTH] if lines else ""
 
     @property
     def evidence(self) -> tuple[str, ...]:
         """Say how it failed, and what it printed last, unless that says the same."""
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        if self.errors and lines and lines[-1] not in self.failure:
-            return self.failure, f"it printed: {lines[-1][:_LINE_LENGTH]}"
+        said = self._said_at_last
+        if self.errors and said and said not in self.failure:
+            return self.failure, f"it printed: {said}"
         return (self.failure,)
 
 
