@@ -126,6 +126,25 @@ def test_lora_weights_move_the_pixels_by_their_scale(load, lora, plain):
     torch.testing.assert_close(nothing, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "checkpoint"),
+    [(AnyDiffusers, "folder"), (QwenImage, "qwen_folder"), (HunyuanImage3, "hunyuan_folder")],
+)
+def test_offloaded_models_stay_on_the_host_and_give_the_same_bits(
+    adapter, checkpoint, on_cpu, sim, request
+):
+    folder = request.getfixturevalue(checkpoint)
+    device = sim.device()
+    (kept,) = adapter.load(on_cpu(folder, device=device)).forward([REQUEST])
+    offloaded = adapter.load(on_cpu(folder, device=device, options={"cpu_offload": "model"}))
+    parts = offloaded.pipeline.components.values()
+    models = [part for part in parts if isinstance(part, torch.nn.Module)]
+    assert {model.device.type for model in models} == {"cpu"}
+    (payload,) = offloaded.forward([REQUEST])
+    assert payload.device == device
+    assert torch.equal(payload.cpu(), kept.cpu())
+
+
 @pytest.mark.parametrize("way", ["model", "sequential", "group"])
 def test_offload_to_the_cpu_means_nothing_on_the_cpu(way, load):
     with pytest.raises(ConfigError, match=f"cpu_offload='{way}'.*the CPU already"):

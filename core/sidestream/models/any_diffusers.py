@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -19,6 +17,7 @@ from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import leave_raw, processors
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
+from sidestream.models.step_report import reporting_steps
 
 if TYPE_CHECKING:
     from sidestream.config import PipelineConfig
@@ -209,44 +208,3 @@ class _Call:
 
 def _is_one_by_one(pipeline: Any) -> bool:
     return type(pipeline).__name__.startswith(_ONE_BY_ONE)
-
-
-@contextmanager
-def reporting_steps(
-    pipeline: Any, accepted: Mapping[str, Any], on_step: StepHook | None
-) -> Iterator[dict[str, Any]]:
-    """Call ``on_step`` behind each step of a call; gives the arguments that it takes for that."""
-    if on_step is None:
-        yield {}
-        return
-    done = 0
-
-    def report() -> None:
-        nonlocal done
-        done += 1
-        on_step(done)
-
-    if "callback_on_step_end" in accepted:
-
-        def ended(
-            _pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]
-        ) -> dict[str, Any]:
-            report()
-            return tensors
-
-        yield {"callback_on_step_end": ended}
-        return
-    # Some pipelines have no callback; all of them step their scheduler.
-    scheduler, step = pipeline.scheduler, pipeline.scheduler.step
-
-    @functools.wraps(step)  # pipelines look at its parameters
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        report()
-        return result
-
-    scheduler.step = reporting
-    try:
-        yield {}
-    finally:
-        del scheduler.step

@@ -50,7 +50,7 @@ class Helios(DiffusersVideo):
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
         super().__init__(pipeline, defaults)
-        self._steps = HeliosSteps(pipeline, LatentScale(pipeline.vae))
+        self._steps = HeliosSteps(pipeline, LatentScale(pipeline))
         self._moved: dict[tuple[int, ...], Tensor] = {}
         pipeline.transformer.register_forward_pre_hook(self._keep_indices, with_kwargs=True)
 

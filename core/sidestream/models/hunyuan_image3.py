@@ -123,7 +123,7 @@ class HunyuanImage3:
         params = request.sampling_params.with_defaults(self.defaults)
         self._check(request, params)
         pipeline, transformer = self.pipeline, self.pipeline.transformer
-        device, outputs = pipeline.device, params.num_outputs_per_prompt or 1
+        device, outputs = pipeline._execution_device, params.num_outputs_per_prompt or 1
         scale = params.guidance_scale
         guided = scale is not None and scale > 1
         prefix = transformer.encode(self._tokens(request.prompt, outputs, guided, device))

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sidestream.errors import ConfigError, InvalidRequestError
-from sidestream.models.any_diffusers import reporting_steps
 from sidestream.models.diffusers_pipeline import named_arguments, quiet_progress_bars
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed
+from sidestream.models.step_report import reporting_steps
 
 if TYPE_CHECKING:
     from sidestream.config import PipelineConfig

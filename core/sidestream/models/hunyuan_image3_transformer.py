@@ -17,6 +17,7 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 from transformers import DynamicCache, HunYuanMoEV1Config, HunYuanMoEV1Model
 
@@ -116,6 +117,7 @@ class HunyuanImage3Transformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             divided=self.trunk.config.num_key_value_heads,
         )
 
+    @apply_forward_hook  # type: ignore[untyped-decorator]  # where it is offloaded to the host
     def encode(self, token_ids: Tensor) -> Prefix:
         """Run the prompt (rows, tokens) through the trunk; rows have one length."""
         length = token_ids.shape[1]

@@ -59,7 +59,7 @@ class QwenImage:
         # the device, of which each would end the run-ahead.
         vae = pipeline.vae
         shape = (1, vae.config.z_dim, 1, 1, 1)
-        place = {"device": vae.device, "dtype": vae.dtype}
+        place = {"device": pipeline._execution_device, "dtype": vae.dtype}
         self._latents_mean = torch.tensor(vae.config.latents_mean).view(shape).to(**place)
         self._latents_inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(
             **place

@@ -133,7 +133,7 @@ class Wan(DiffusersVideo):
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
         super().__init__(pipeline, defaults)
-        self._latents = LatentScale(pipeline.vae)
+        self._latents = LatentScale(pipeline)
 
     def _run(self, params: SamplingParams, call: Mapping[str, Any]) -> Tensor:
         latents: Tensor = self.pipeline(**call, output_type="latent", return_dict=False)[0]
@@ -155,10 +155,10 @@ class LatentScale:
     The library moves them in every call, and the host waits for the device each time.
     """
 
-    def __init__(self, vae: Any) -> None:
-        self._vae = vae
+    def __init__(self, pipeline: Any) -> None:
+        self._vae = vae = pipeline.vae
         shape = (1, vae.config.z_dim, 1, 1, 1)
-        place = {"device": vae.device, "dtype": vae.dtype}
+        place = {"device": pipeline._execution_device, "dtype": vae.dtype}
         self._mean = torch.tensor(vae.config.latents_mean).view(shape).to(**place)
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(**place)
 
