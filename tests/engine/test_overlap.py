@@ -33,13 +33,18 @@ def test_places_bound_the_outputs_that_a_device_holds(make_engine):
     engine = make_engine("Gradient", platform="sim", executor="uniproc", max_pending_outputs=1)
     call = engine.executor.collective_rpc
     call("hold_copies")
-    first, second = engine.submit(request(1)), engine.submit(request(2))
-    first.compute_done.result(30)
-    # The worker waits for a place with the second request in its hands: it takes no call either.
-    with pytest.raises(TimeoutError):
-        second.compute_done.result(0.3)
-    assert not second.done()
-    engine.close(timeout_s=0.3)
+    try:
+        first, second = engine.submit(request(1)), engine.submit(request(2))
+        first.compute_done.result(30)
+        # The worker waits for a place with the second request in its hands: it takes no call.
+        with pytest.raises(TimeoutError):
+            second.compute_done.result(0.3)
+        assert not second.done()
+        engine.close(timeout_s=0.3)
+    finally:
+        # All of this process are held, also those of an engine that other tests share.
+        for stream in sim.side_streams(0):
+            stream.release()
 
 
 def test_without_async_output_the_copy_runs_before_the_next_forward(make_engine):
