@@ -39,7 +39,7 @@ def stepped(engines):
             "step_pipes:SharedWalk",
             platform,
             executor,
-            step_execution=True,
+            streaming_output=True,
             max_batch_size=2,
             **config,
         )

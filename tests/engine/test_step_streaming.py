@@ -39,7 +39,14 @@ def request(seed=0, prompt="x", steps=4, chunk=2, size=64, name="r"):
 def streaming(engines):
     def get(way):
         platform, executor, config = way
-        return engines("step_pipes:SharedWalk", platform, executor, streaming_output=True, **config)
+        return engines(
+            "step_pipes:SharedWalk",
+            platform,
+            executor,
+            streaming_output=True,
+            max_batch_size=2,
+            **config,
+        )
 
     return get
 
