@@ -55,21 +55,30 @@ def test_the_bits_are_the_librarys_whole_and_in_steps_beside_another(pipeline):
 
 
 def test_positions_are_moved_once_and_not_in_every_forward(pipeline):
-    def moves_between_steps():
-        counts = []
+    def moves_of_forwards():
+        """Count the moves in each of the transformer's forwards of two steps."""
+        counts, transformer = [], pipeline.transformer
 
-        def note(_pipeline, _step, _timestep, tensors):
-            counts.append(moves.count)
-            if len(counts) == 2:
+        def stop_at_the_second(_pipeline, step, _timestep, tensors):
+            if step == 1:
                 raise Enough
             return tensors
 
-        with Moves() as moves, pytest.raises(Enough):
-            call(pipeline, "latent", callback_on_step_end=note)
-        return counts[1] - counts[0]
+        with Moves() as moves:
+            # Before the adapter's own hook, and behind all.
+            before = transformer.register_forward_pre_hook(
+                lambda *_: counts.append(-moves.count), prepend=True
+            )
+            behind = transformer.register_forward_hook(
+                lambda *_: counts.append(counts.pop() + moves.count)
+            )
+            with pytest.raises(Enough):
+                call(pipeline, "latent", callback_on_step_end=stop_at_the_second)
+            before.remove()
+            behind.remove()
+        return counts
 
-    theirs = moves_between_steps()
+    assert moves_of_forwards() == [4, 4, 4, 4]  # with the prompt and against it, in two steps
     Helios(pipeline)
-    moves_between_steps()
-    # Two forwards a step, with the prompt and against it, of four tensors each.
-    assert theirs - moves_between_steps() == 8
+    assert moves_of_forwards() == [4, 0, 0, 0]
+    assert moves_of_forwards() == [0, 0, 0, 0]

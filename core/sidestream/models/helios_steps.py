@@ -12,6 +12,7 @@ import torch
 from diffusers.pipelines.helios.pipeline_helios import calculate_shift
 from torch import Tensor
 
+from sidestream.models.helios_plan import ChunkPlan, time_indices
 from sidestream.models.step import StepState
 
 if TYPE_CHECKING:
@@ -19,25 +20,6 @@ if TYPE_CHECKING:
 
     from sidestream.models.video import LatentScale
     from sidestream.request import DiffusionRequest, SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkPlan:
-    """What all chunks of a video have in common."""
-
-    num_chunks: int
-    #: Decoded frames of a chunk, and of the whole video: the library cuts a few off at its end.
-    num_frames: int
-    kept_frames: int
-    height: int
-    width: int
-    steps: int
-    sigmas: Any
-    mu: float
-    #: How many latents of the past a chunk sees: far, near, last.
-    history_sizes: list[int]
-    #: The positions of latents in time, as the transformer's arguments.
-    indices: Mapping[str, Tensor]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,7 +82,8 @@ class HeliosSteps:
             device=pipeline._execution_device,
             **prompts,
         )
-        plan = self._plan(given)
+        scheduler = copy.deepcopy(pipeline.scheduler)
+        plan = self._plan(given, scheduler)
         dtype = pipeline.transformer.dtype
         return HeliosState(
             request,
@@ -112,7 +95,7 @@ class HeliosSteps:
             guidance_scale=given["guidance_scale"],
             attention_kwargs=given["attention_kwargs"],
             generator=given["generator"],
-            scheduler=copy.deepcopy(pipeline.scheduler),
+            scheduler=scheduler,
             history=torch.zeros(
                 (
                     1,
@@ -125,13 +108,22 @@ class HeliosSteps:
             ),
         )
 
-    def _plan(self, given: Mapping[str, Any]) -> ChunkPlan:
+    def _plan(self, given: Mapping[str, Any], scheduler: Any) -> ChunkPlan:
         pipeline = self._pipeline
         latents, steps = given["num_latent_frames_per_chunk"], given["num_inference_steps"]
         history_sizes = sorted(given["history_sizes"], reverse=True)
-        config, patch = pipeline.scheduler.config, pipeline.transformer.config.patch_size
+        config, patch = scheduler.config, pipeline.transformer.config.patch_size
         rows, columns = _grid(pipeline, given)
         sigmas, factor = given["sigmas"], self._frames_per_latent
+        sigmas = np.linspace(0.999, 0.0, steps + 1)[:-1] if sigmas is None else sigmas
+        mu = calculate_shift(
+            latents * rows * columns // (patch[0] * patch[1] * patch[2]),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        scheduler.set_timesteps(steps, device="cpu", sigmas=sigmas, mu=mu)  # only to count them
         num_chunks, num_frames = self.count_chunks(given), self._frames_of_a_chunk(given)
         return ChunkPlan(
             num_chunks=num_chunks,
@@ -139,17 +131,12 @@ class HeliosSteps:
             kept_frames=(num_chunks * num_frames - 1) // factor * factor + 1,
             height=given["height"],
             width=given["width"],
-            steps=steps,
-            sigmas=np.linspace(0.999, 0.0, steps + 1)[:-1] if sigmas is None else sigmas,
-            mu=calculate_shift(
-                latents * rows * columns // (patch[0] * patch[1] * patch[2]),
-                config.get("base_image_seq_len", 256),
-                config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5),
-                config.get("max_shift", 1.15),
-            ),
+            num_inference_steps=steps,
+            steps=len(scheduler.timesteps),
+            sigmas=sigmas,
+            mu=mu,
             history_sizes=history_sizes,
-            indices=_indices(history_sizes, latents),
+            indices=time_indices(history_sizes, latents),
         )
 
     def denoise(self, state: HeliosState) -> Tensor:
@@ -196,7 +183,9 @@ class HeliosSteps:
             device=device,
             generator=state.generator,
         )
-        state.scheduler.set_timesteps(plan.steps, device=device, sigmas=plan.sigmas, mu=plan.mu)
+        state.scheduler.set_timesteps(
+            plan.num_inference_steps, device=device, sigmas=plan.sigmas, mu=plan.mu
+        )
         # Else an Euler scheduler looks its first timestep up on the device and waits for it.
         state.scheduler.set_begin_index(0)
 
@@ -240,14 +229,3 @@ def _grid(pipeline: HeliosPipeline, given: Mapping[str, Any]) -> tuple[int, int]
     """Give the rows and columns of latents."""
     factor = pipeline.vae_scale_factor_spatial
     return given["height"] // factor, given["width"] // factor
-
-
-def _indices(history_sizes: list[int], num_latents: int) -> dict[str, Tensor]:
-    sizes = [1, *history_sizes, num_latents]
-    first, far, near, last, current = torch.split(torch.arange(sum(sizes)), sizes)
-    return {
-        "indices_hidden_states": current.unsqueeze(0),
-        "indices_latents_history_short": torch.cat([first, last]).unsqueeze(0),
-        "indices_latents_history_mid": near.unsqueeze(0),
-        "indices_latents_history_long": far.unsqueeze(0),
-    }
