@@ -36,7 +36,7 @@ def main() -> None:
     finding = next(each for each in report["platforms"] if each["name"] == options.name)
     print(f"doctor: {finding['state']} ({finding['cause']}): {'; '.join(finding['evidence'])}")
     if plugin["state"] == "available":
-        run("-m", "pytest", str(CONTRACT), "-k", options.name.capitalize())
+        run("-m", "pytest", str(CONTRACT), "-k", options.name)
     else:
         note(options.not_run, f"{options.name}: the contract suite, since {plugin['reason']}")
 

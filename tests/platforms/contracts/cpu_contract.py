@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from sidestream.testing.contract import PluginContract
+
+
+class TestCpu(PluginContract):
+    platform_name = "cpu"
