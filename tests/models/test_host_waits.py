@@ -28,7 +28,7 @@ def measured(sim_device):
     return {name: measure(*build(name, sim_device)) for name in PIPELINES}
 
 
-@pytest.mark.parametrize("name", PIPELINES.keys() - WAITING)
+@pytest.mark.parametrize("name", sorted(PIPELINES.keys() - WAITING))
 def test_nothing_waits_in_the_steps_and_until_the_hand_over(name, measured):
     waits = measured[name]
     assert len(waits.steps) == 3

@@ -47,7 +47,8 @@ class StepPipeline(Pipeline, Protocol):
         States of one key may be given to ``denoise_steps`` together, at whatever step each is;
         None: this state is stepped alone.
     ``denoise_steps(states) -> Sequence[Tensor]`` (absent: one ``denoise_step`` each)
-        One forward for several states, one noise prediction each.
+        One forward for several states, one noise prediction each. It leaves the states as they
+        are: if it raises, each is stepped alone.
     """
 
     def prepare_encode(self, request: DiffusionRequest) -> StepState:
