@@ -41,6 +41,9 @@ class EngineConfig:
     on_platform_fault: Literal["refuse", "synchronous"] = "refuse"
     #: Device indices; each gets a worker with its own copy of the model. One may repeat.
     devices: Sequence[int] = (0,)
+    #: Workers that share one copy of the model: each ``tensor_parallel_size`` neighbours among
+    #: ``devices`` are a group. Only where the pipeline divides its model; in request mode.
+    tensor_parallel_size: int = 1
     #: ``"auto"``: bfloat16 on devices, float32 on the CPU.
     dtype: str = "auto"
     #: ``"multiproc"``: a worker process a device; ``"uniproc"``: a thread of this process.
@@ -108,11 +111,13 @@ class EngineConfig:
             "max_pending_outputs",
             "max_batch_size",
             "max_queued_requests",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a positive integer")
         self._check_step_mode()
+        self._check_tensor_parallel()
         if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ConfigError("max_restarts", self.max_restarts, "an integer, 0 or more")
         if not isinstance(self.host_buffer_bytes, int) or self.host_buffer_bytes < 0:
@@ -136,6 +141,23 @@ class EngineConfig:
             raise ConfigError("async_final_step", True, "False, or True with step_execution=True")
         if not self.async_output:
             raise ConfigError("async_final_step", True, "False with async_output=False")
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.tensor_parallel_size
+        if len(self.devices) % size:
+            allowed = f"a multiple of {size} device indices, with tensor_parallel_size={size}"
+            raise ConfigError("devices", self.devices, allowed)
+        if size > 1 and self.executor == "uniproc":
+            raise ConfigError("tensor_parallel_size", size, "1 with executor='uniproc'")
+        if size > 1 and self.step_execution:
+            raise ConfigError(
+                "tensor_parallel_size", size, "1 with step_execution=True: ranks run whole forwards"
+            )
+
+    @property
+    def group_count(self) -> int:
+        """Give how many copies of the model there are."""
+        return len(self.devices) // self.tensor_parallel_size
 
     @property
     def max_resident(self) -> int:

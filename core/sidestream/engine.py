@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sidestream.models.registry import PipelineSource
     from sidestream.output import DiffusionOutput, RequestEvent
     from sidestream.platforms.platform import Platform
+    from sidestream.worker.worker import WorkerSettings
 
 _MAX_SEED: Final = (1 << 63) - 1
 #: How long a running forward may take to finish when the process wants to end.
@@ -103,7 +104,7 @@ class DiffusionEngine:
         make = functools.partial(_make_executor, config, self.platform, self._source, turn)
         return WorkerGroups(
             make,
-            len(config.devices),
+            config.group_count,
             max_restarts=max_restarts,
             is_stepwise=config.step_execution,
             turn=turn,
@@ -313,10 +314,14 @@ class DiffusionEngine:
             self._describe_mode(),
             f"queue: {self._loop.why_waiting()}",
         ]
-        lines += [
-            f"group {group.index}: {group.state}{f' ({group.reason})' if group.reason else ''}"
-            for group in health.groups
-        ]
+        for group in health.groups:
+            reason = f" ({group.reason})" if group.reason else ""
+            lines.append(f"group {group.index}: {group.state}{reason}")
+            lines += [
+                f"  rank {rank.rank}: pid {rank.pid} on device {rank.device_index}"
+                f"{'' if rank.is_alive else ', ended'}"
+                for rank in group.ranks
+            ]
         lines += [
             f"  {flight.request_id!r} ({flight.output_id}): {flight.state}"
             for flight in self._loop.flights()
@@ -397,18 +402,21 @@ def _make_executor(
     callbacks: CallbackThread,
 ) -> Executor:
     from sidestream.executor.multiproc import MultiprocExecutor
+    from sidestream.executor.tensor_parallel import TensorParallelExecutor
     from sidestream.executor.uniproc import UniprocExecutor
     from sidestream.worker.worker import WorkerSettings
 
+    size = config.tensor_parallel_size
     settings = WorkerSettings(
         platform=platform.name,
         plugin=platform.reference,
-        device_index=config.devices[index],
+        device_index=config.devices[index * size],
         pipeline=source.reference,
         model=source.model,
         options=config.pipeline_options,
         dtype=config.dtype,
-        rank=index,
+        rank=index * size,
+        tensor_parallel_size=size,
         on_platform_fault=config.on_platform_fault,
         async_output=config.copies_in_background,
         step_execution=config.step_execution,
@@ -417,17 +425,18 @@ def _make_executor(
             config.max_resident if config.step_execution else config.max_pending_outputs
         ),
         announce_last_step=config.max_batch_size > 1,
-        slot_budget_bytes=config.host_buffer_bytes // len(config.devices),
+        slot_budget_bytes=config.host_buffer_bytes // config.group_count,
         max_batch_size=config.max_batch_size,
         warm_up=_pack_warm_up(config, source),
     )
-    kind: Callable[..., Executor] = (
-        UniprocExecutor
-        if config.executor == "uniproc"
-        else functools.partial(MultiprocExecutor, turn=turn)
-    )
-    return kind(
-        settings,
+    make: Callable[..., Executor]
+    if config.executor == "uniproc":
+        make = functools.partial(UniprocExecutor, settings)
+    elif size == 1:
+        make = functools.partial(MultiprocExecutor, settings, turn=turn)
+    else:
+        make = functools.partial(TensorParallelExecutor, _ranks(settings, config, index))
+    return make(
         dispatch_depth=config.dispatch_depth,
         start_timeout_s=config.start_timeout_s,
         hang_timeout_s=config.hang_timeout_s,
@@ -436,8 +445,20 @@ def _make_executor(
     )
 
 
-def _started(is_started: bool) -> str:
-    return "started" if is_started else "not started"
+def _ranks(first: WorkerSettings, config: EngineConfig, group: int) -> list[WorkerSettings]:
+    """Make the settings of a group's ranks of those of the first; only that one has outputs."""
+    size = config.tensor_parallel_size
+    return [
+        replace(
+            first,
+            rank=group * size + rank,
+            device_index=config.devices[group * size + rank],
+            tensor_parallel_rank=rank,
+            async_output=first.async_output and rank == 0,
+            announce_last_step=first.announce_last_step and rank == 0,
+        )
+        for rank in range(size)
+    ]
 
 
 def _pack_warm_up(config: EngineConfig, source: PipelineSource) -> bytes | None:
@@ -452,6 +473,10 @@ def _pack_warm_up(config: EngineConfig, source: PipelineSource) -> bytes | None:
         return pack_bytes(replace(config.warm_up, sampling_params=params), root="warm_up")
     except PackingError as error:
         raise InvalidRequestError(f"The request to warm up with can't be sent: {error}") from error
+
+
+def _started(is_started: bool) -> str:
+    return "started" if is_started else "not started"
 
 
 def _take_first(handles: deque[RequestHandle]) -> DiffusionOutput:

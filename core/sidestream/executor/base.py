@@ -16,7 +16,7 @@ from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.dispatcher import FORKED, FORWARDS, Dispatcher, fresh
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.hang_watch import HangWatch
-from sidestream.executor.health import Health
+from sidestream.executor.health import Health, RankHealth
 from sidestream.executor.holding import holds_any
 from sidestream.executor.inflight import Flight, InflightTable, key_of
 from sidestream.executor.stepwise import StepCalls, StepFuture, make_command
@@ -150,7 +150,7 @@ class Executor(Dispatcher):
 
     @abstractmethod
     def _send(self, command: Command) -> None:
-        """Queue a command for the worker; never blocks."""
+        """Queue a command for the workers; never blocks."""
 
     def check_health(self) -> Health:
         """Say whether work would be done; no message is sent for it."""
@@ -161,6 +161,10 @@ class Executor(Dispatcher):
         if self._closed is not None:
             return Health(False, str(self._closed))
         return Health(True)
+
+    def ranks(self) -> tuple[RankHealth, ...]:
+        """Say which worker processes there are."""
+        return ()
 
     @property
     def broken(self) -> BaseException | None:
@@ -334,12 +338,26 @@ class Executor(Dispatcher):
         if method in FORWARDS:
             run = getattr(self, method)
             return [run(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
-        return [self.answer(self.call(method, args, kwargs), timeout_s)]
+        calls = self.call(method, args, kwargs, ranks=range(self.size))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        return [self.answer(call, remaining_s(deadline)) for call in calls]
+
+    @property
+    def size(self) -> int:
+        """Give the number of workers that share one copy of the model."""
+        return 1
 
     def call(
-        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> PendingCall:
-        """Send a call; :meth:`answer` waits for it.
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] = (0,),
+    ) -> list[PendingCall]:
+        """Send a call to ``ranks``, which are counted from 0 here; :meth:`answer` waits for one.
+
+        No other command comes between, so what they do in it they may do together.
 
         Raises:
             PackingError: An argument can't travel; names it.
@@ -347,13 +365,23 @@ class Executor(Dispatcher):
         """
         self.check_usable()
         arguments = pack_bytes((tuple(args), dict(kwargs or {})), root="arguments")
-        future: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-        rpc_id = self.table.add_call(future, self)
-        self._send(Call(rpc_id=rpc_id, method=method, arguments=arguments))
+        calls = []
+        for _ in ranks:
+            future: EngineFuture[Delivery] = EngineFuture(self.callbacks)
+            calls.append(PendingCall(self.table.add_call(future, self), future))
+        commands = [Call(rpc_id=one.rpc_id, method=method, arguments=arguments) for one in calls]
+        self._send_calls(ranks, commands)
         error = self._broken or self._closed
-        if error is not None and (late := self.table.take_call(rpc_id)) is not None:
-            late.set_exception(fresh(error))
-        return PendingCall(rpc_id, future)
+        if error is not None:
+            for one in calls:
+                if (late := self.table.take_call(one.rpc_id)) is not None:
+                    late.set_exception(fresh(error))
+        return calls
+
+    def _send_calls(self, ranks: Sequence[int], calls: Sequence[Call]) -> None:
+        """Queue one call for each of ``ranks``."""
+        for call in calls:
+            self._send(call)
 
     def answer(self, call: PendingCall, timeout_s: float | None = None) -> Any:
         """Wait for a call's result; raises as :meth:`collective_rpc`."""
@@ -503,6 +531,11 @@ class Executor(Dispatcher):
         for flight in flights:
             if self.table.drop_flight(flight):
                 flight.fail(fresh(error))
+
+
+def remaining_s(deadline: float | None) -> float | None:
+    """Say how long it is until ``deadline``, of the monotonic clock; None: there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _fail_batch(flights: Sequence[Flight], delivery: Delivery) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sidestream.errors import ConfigError, EngineClosedError
-from sidestream.executor.base import FORCE_S, Executor
+from sidestream.executor.base import FORCE_S, Executor, remaining_s
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.caller_pump import ReadingTurn
 from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
@@ -56,9 +56,10 @@ class WorkerGroup:
     def health(self) -> GroupHealth:
         """Say how it is."""
         own = self.executor.check_health()  # before the state, which it may change
-        if self.state == "running":
-            return GroupHealth(self.index, "running" if own.ok else "failed", own.reason)
-        return GroupHealth(self.index, self.state, str(self.reason))
+        state, reason = self.state, str(self.reason)
+        if state == "running":
+            state, reason = "running" if own.ok else "failed", own.reason
+        return GroupHealth(self.index, state, reason, self.executor.ranks())
 
 
 class WorkerGroups(Dispatcher):
@@ -256,20 +257,28 @@ class WorkerGroups(Dispatcher):
         """
         self.check_usable()
         self.callbacks.refuse_to_block()
-        wanted = range(len(self.groups)) if ranks is None else ranks
+        workers = self.workers
+        size = workers[0].size
+        every = range(len(workers) * size)
+        wanted = every if ranks is None else ranks
         for rank in wanted:
-            if rank not in range(len(self.groups)):
-                raise ConfigError("ranks", list(wanted), f"0 to {len(self.groups) - 1}")
-        executors = [self.groups[rank].executor for rank in wanted]
+            if rank not in every:
+                raise ConfigError("ranks", list(wanted), f"0 to {every[-1]}")
         if method in FORWARDS:
-            return executors[0].collective_rpc(method, args, kwargs, timeout_s=timeout_s)
+            leader = workers[wanted[0] // size]
+            return leader.collective_rpc(method, args, kwargs, timeout_s=timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        calls = [executor.call(method, args, kwargs) for executor in executors]
-        results = []
-        for executor, call in zip(executors, calls, strict=True):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            results.append(executor.answer(call, left))
-        return results
+        # Group by group: nothing may come between the calls of one group.
+        calls = {
+            group: iter(
+                workers[group].call(
+                    method, args, kwargs, ranks=[r % size for r in wanted if r // size == group]
+                )
+            )
+            for group in dict.fromkeys(rank // size for rank in wanted)
+        }
+        pending = [(workers[rank // size], next(calls[rank // size])) for rank in wanted]
+        return [worker.answer(call, remaining_s(deadline)) for worker, call in pending]
 
     # --- groups --------------------------------------------------------------------------------
 

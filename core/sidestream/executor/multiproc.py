@@ -1,4 +1,4 @@
-"""The executor with a worker process: survives whatever happens to its worker."""
+"""The executor with worker processes: survives whatever happens to them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from sidestream.errors import (
     EngineClosedError,
@@ -24,7 +25,7 @@ from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.caller_pump import CallerPump, ReadingTurn
 from sidestream.executor.dispatcher import fresh
 from sidestream.executor.futures import EngineFuture
-from sidestream.executor.health import Health
+from sidestream.executor.health import Health, RankHealth
 from sidestream.executor.inflight import Flight, InflightTable
 from sidestream.executor.process import WorkerProcess
 from sidestream.executor.pump import ResultPump, ResultPumpThread
@@ -33,6 +34,7 @@ from sidestream.protocol import Command, Shutdown
 from sidestream.transport.channel import Frame
 from sidestream.transport.envelope import Delivery, encode_command
 from sidestream.transport.failure import describe_error
+from sidestream.worker.exits import EXIT_START_FAILED
 from sidestream.worker.worker import WorkerSettings
 
 #: How often a waiting start looks whether the worker still makes progress.
@@ -44,7 +46,11 @@ _NOTICE_S: Final = 1.0
 
 
 class MultiprocExecutor(Executor):
-    """Runs its worker in a process of its own, watched through a process descriptor."""
+    """Runs its worker in a process of its own, watched through a process descriptor.
+
+    Several processes where subclasses make them: they start, live and end as one, and the first of
+    them answers.
+    """
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class MultiprocExecutor(Executor):
         self._last_progress = 0.0
         self._last_words = ""
         self._hung: WorkerHungError | None = None
-        self._process: WorkerProcess | None = None
+        self._processes: list[WorkerProcess] = []
         self._exited = threading.Event()
         make_pump = ResultPumpThread if turn is None else partial(CallerPump, turn)
         self._pump: ResultPump = make_pump(
@@ -84,67 +90,83 @@ class MultiprocExecutor(Executor):
 
     @property
     def process(self) -> WorkerProcess:
-        """Give the worker's process.
+        """Give the process of the worker that answers.
 
         Raises:
             EngineClosedError: There is none: not started, or shut down.
         """
-        if self._process is None:
+        if not self._processes:
             raise EngineClosedError("The executor has no worker: not started, or shut down.")
-        return self._process
+        return self._processes[0]
 
     def start(self) -> None:
         """Spawn the worker and wait until it is ready."""
         self._last_progress = time.monotonic()
         try:
-            started = self._spawn()
-            self._await_start(started)
+            self._await_start(self._spawn())
         except BaseException:
             # Also KeyboardInterrupt: nothing may be left of a start that was given up.
             self.shutdown(timeout_s=0.0)
             raise
-        self.process.echo_stderr()
+        for process in self._processes:
+            process.echo_stderr()
 
-    def _spawn(self) -> EngineFuture[Delivery]:
-        """Start the process; gives the future of its being ready."""
+    def _spawn(self) -> list[EngineFuture[Delivery]]:
+        """Start the processes; gives the futures of their being ready."""
         with self._ending:
             if self._closed is not None:
                 raise fresh(self._closed)
-            process = self._process = WorkerProcess(self._settings)
-            self._adopt(process.control)
-            started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-            rpc_id = self.table.add_call(started, self)
+            self._processes = self._make_processes()
+            self._adopt(self.process.control)
             self._pump.start()
-            self._pump.add(process.channel)
-            self._pump.watch(process.pidfd, self._on_exit)
-            self._pump.send(process.channel, process.start_frame(rpc_id))
-            return started
+            starts = []
+            for process in self._processes:
+                started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
+                rpc_id = self.table.add_call(started, self)
+                self._pump.add(process.channel)
+                self._pump.watch(process.pidfd, partial(self._on_exit, process))
+                self._pump.send(process.channel, process.start_frame(rpc_id))
+                starts.append(started)
+            return starts
 
-    def _await_start(self, started: concurrent.futures.Future[Delivery]) -> None:
-        while True:
-            attended = self._attend(started.done, _START_POLL_S)
-            try:
-                message, _ = started.result(0.0 if attended else _START_POLL_S).open()
-            except concurrent.futures.TimeoutError:
+    def _make_processes(self) -> list[WorkerProcess]:
+        return [WorkerProcess(self._settings)]
+
+    def _await_start(self, starts: list[EngineFuture[Delivery]]) -> None:
+        for process, started in zip(self._processes, starts, strict=True):
+            while not self._await_one(started):
                 silent_s = time.monotonic() - self._last_progress
                 if silent_s > self._start_timeout_s:
                     raise self._start_error(
+                        process,
                         f"gave no sign of progress for {silent_s:.0f} s "
-                        f"(start_timeout_s={self._start_timeout_s:g})"
-                    ) from None
-                continue
-            except WorkerDiedError as died:
-                raise self._start_error(str(died)) from died
-            if message.error is not None:
-                # The worker ends by itself after such a message; its text is complete then.
-                self.process.is_gone(2.0)
-                said = describe_error(message.error)
-                raise self._start_error(said) from message.error
-            self.worker = message.result
+                        f"(start_timeout_s={self._start_timeout_s:g})",
+                    )
+        ends = [_open_start(started) for started in starts]
+        if all(end.error is None for end in ends):
+            self.worker = ends[0].worker
             return
+        # One that fails takes the others along; the first one's reason is the reason.
+        first = min((end for end in ends if end.error is not None), key=lambda end: end.at)
+        process, error = self._processes[ends.index(first)], first.error
+        assert error is not None
+        if isinstance(error, WorkerDiedError):
+            process = next(one for one in self._processes if one.rank == error.rank)
+            raise self._start_error(process, str(error)) from error
+        # The worker ends by itself after such a message; its text is complete then.
+        process.is_gone(2.0)
+        raise self._start_error(process, describe_error(error)) from error
 
-    def _start_error(self, what: str) -> WorkerStartError:
-        process = self.process
+    def _await_one(self, started: EngineFuture[Delivery]) -> bool:
+        """Wait for a moment; tells whether a start is over, well or not."""
+        if not self._attend(started.done, _START_POLL_S):
+            try:
+                started.exception(_START_POLL_S)
+            except concurrent.futures.TimeoutError:
+                pass
+        return started.done()
+
+    def _start_error(self, process: WorkerProcess, what: str) -> WorkerStartError:
         text = process.stderr_tail()
         printed = f"\nThe worker printed:\n{text}" if text else ""
         return WorkerStartError(
@@ -161,8 +183,23 @@ class MultiprocExecutor(Executor):
         # Commands run in order; what it had done with before is out, or computed, or stepped on.
         return flight.is_computed or self.process.control.running >= flight.rpc_id
 
+    def ranks(self) -> tuple[RankHealth, ...]:
+        """Say which worker processes there are."""
+        return tuple(
+            RankHealth(
+                process.rank, process.settings.device_index, process.pid, not process.is_gone()
+            )
+            for process in self._processes
+        )
+
+    def _kill(self) -> None:
+        """End all processes at once, the one that answers first: no other's end may reach it."""
+        for process in self._processes:
+            if not process.is_gone():
+                process.signal_group(signal.SIGKILL)
+
     def _end_hung(self, silent_s: float) -> None:
-        process = self.process
+        process = self._most_behind()
         self._hung = WorkerHungError(
             f"Worker {process.rank} (pid {process.pid}) was ended: it had work and gave no sign of "
             f"progress for {silent_s:.0f} s (hang_timeout_s={self._hang_timeout_s:g}). Where a "
@@ -171,38 +208,46 @@ class MultiprocExecutor(Executor):
             pid=process.pid,
             silent_s=silent_s,
         )
-        process.signal_group(signal.SIGKILL)
+        self._kill()
         # Not only once it is gone: a driver that hangs may keep it for ever.
         self._break(self._hung)
 
+    def _most_behind(self) -> WorkerProcess:
+        """Give the process that got on least: the others may be waiting for it."""
+        return min(self._processes, key=lambda process: process.control.forward_heartbeat)
+
     def _ask_to_end(self) -> None:
-        if self._process is not None:
-            self._process.control.shutdown = True
+        for process in self._processes:
+            process.control.shutdown = True
+        if self._processes:
             self._send(Shutdown())
 
     def _await_end(self, timeout_s: float) -> None:
         # The pump goes on meanwhile: it takes in what the worker still has to say. One that is not
         # ready yet has nothing to finish.
-        if self._process is None:
+        if not self._processes:
             return
         timeout_s = timeout_s if self.worker else 0.0
+        deadline = time.monotonic() + timeout_s
         if not self._attend(self._exited.is_set, timeout_s):
-            self._process.is_gone(timeout_s)
+            for process in self._processes:
+                process.is_gone(deadline - time.monotonic())
 
     def _force_end(self) -> None:
-        if self._process is not None:
-            self._process.end()
+        if self._processes:
+            for process in self._processes:
+                process.end()
             if self._pump.is_alive() and not self._attend(self._exited.is_set, FORCE_S):
                 self._exited.wait(FORCE_S)
         self._pump.stop(FORCE_S)
         self._fail_all(EngineClosedError("The engine was closed before this could finish."))
-        if self._process is not None:
-            self._process.close()
+        for process in self._processes:
+            process.close()
 
     def check_health(self) -> Health:
         """Say whether work would be done; no message is sent for it."""
         is_open = self._broken is None and self._closed is None and not self.is_in_child
-        if is_open and self._process is not None and self._process.is_gone():
+        if is_open and any(process.is_gone() for process in self._processes):
             # Where no thread reads, nobody may have noticed yet.
             self._attend(lambda: self._broken is not None, _NOTICE_S)
         return super().check_health()
@@ -235,26 +280,29 @@ class MultiprocExecutor(Executor):
         else:
             self._end_forward(frame.rpc_id, reason)
 
-    def _on_closed(self, _channel: ResultChannel, reason: Exception) -> None:
+    def _on_closed(self, channel: ResultChannel, reason: Exception) -> None:
         # As a rule the worker is ending, and the process descriptor says so next. One that lives on
         # can't be reached any more; blocking here costs nothing, it has no other messages.
-        if not self.process.is_gone(_LINGER_S):
+        process = next(one for one in self._processes if one.channel is channel)
+        if not process.is_gone(_LINGER_S):
             self._last_words = f"It was ended because its connection was lost: {reason}"
-            self.process.signal_group(signal.SIGKILL)
+            process.signal_group(signal.SIGKILL)
 
     def _on_pump_failed(self, error: BaseException) -> None:
         reason = InternalError(f"The thread that reads answers ended by {error!r}.")
         reason.__cause__ = error
         self._break(reason)
-        self.process.signal_group(signal.SIGKILL)
+        self._kill()
 
     # The end of a socket is no proof of a worker's death (a process that it forked may hold it, and
     # it may be gone before): the process descriptor is.
-    def _on_exit(self) -> None:
-        process = self.process
+    def _on_exit(self, process: WorkerProcess) -> None:
         # What the worker sent before it died counts; then death is declared.
         self._pump.remove(process.channel)
-        exit_code = process.reap()
+        self._declare_dead(process, process.reap())
+        self._exited.set()
+
+    def _declare_dead(self, process: WorkerProcess, exit_code: int | None) -> None:
         self._break(
             self._hung
             or WorkerDiedError(
@@ -265,4 +313,24 @@ class MultiprocExecutor(Executor):
                 hint=self._last_words,
             )
         )
-        self._exited.set()
+
+
+@dataclass(frozen=True)
+class _StartEnd:
+    """How a start ended, and when as far as that tells which rank's reason is the reason."""
+
+    at: float
+    error: BaseException | None = None
+    worker: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _open_start(started: EngineFuture[Delivery]) -> _StartEnd:
+    try:
+        delivery = started.result(0.0)
+    except WorkerDiedError as died:
+        # Before all others; but whoever said why it ends has said it better.
+        return _StartEnd(math.inf if died.exit_code == EXIT_START_FAILED else -math.inf, died)
+    message, _ = delivery.open()
+    if message.error is not None:
+        return _StartEnd(delivery.received_at, message.error)
+    return _StartEnd(delivery.received_at, worker=message.result)

@@ -52,6 +52,8 @@ _C = TypeVar("_C", bound=_Closable)
 class WorkerProcess:
     """A spawned worker and this process's ends of everything that it shares with it.
 
+    ``rank_fds``: what the worker shares with others of its group; the caller's to close.
+
     States: alive, gone (the kernel reported its end), closed (no descriptor is left here).
 
     Raises:
@@ -59,8 +61,9 @@ class WorkerProcess:
         WorkerStartError: The operating system starts no process.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, rank_fds: Sequence[int] = ()) -> None:
         self.settings = settings
+        self._rank_fds = rank_fds
         self.rank = settings.rank
         self.exit_code: int | None = None
         self._start_body = _pack(settings)
@@ -87,7 +90,7 @@ class WorkerProcess:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             undo.callback(self.close)
             stdout = None if _is_stream(1) else subprocess.DEVNULL
-            theirs.enter_context(_low_numbers_taken())
+            theirs.enter_context(low_numbers_taken())
             self.channel, worker_ends = ResultChannel.pair()
             self._own(self.channel)
             theirs.callback(worker_ends.close)
@@ -105,6 +108,7 @@ class WorkerProcess:
                 lifeline,
                 self.control.fileno(),
                 stderr_fd,
+                *self._rank_fds,
             )
             self.popen = self._popen(inherited, stdout)
             undo.callback(self._kill_unwatched)
@@ -164,7 +168,10 @@ class WorkerProcess:
         if self._is_reaped or self._pidfd.closed:
             return True
         poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
+        try:
+            poll.register(self.pidfd, select.POLLIN)
+        except ValueError:  # closed just now
+            return True
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
     def signal_group(self, number: int) -> None:
@@ -246,7 +253,7 @@ def _is_stream(fd: int) -> bool:
 
 
 @contextlib.contextmanager
-def _low_numbers_taken() -> Iterator[None]:
+def low_numbers_taken() -> Iterator[None]:
     """Keep descriptors 0 to 2 taken.
 
     A host may have closed its standard streams; an end with such a number would become the

@@ -97,6 +97,11 @@ class ControlPage:
         """Give a number that grows whenever the worker gets on with anything."""
         return self.steps + self.forwards + self.outputs + self.progress
 
+    @property
+    def forward_heartbeat(self) -> int:
+        """Give a number that grows with the worker's forwards and their steps."""
+        return self.steps + self.forwards
+
     def set_abort(self, place: int, number: int) -> None:
         """Write a request's number, or 0, into a place of the table of aborted requests."""
         self._words[_ABORTS[place]] = number

@@ -10,3 +10,5 @@ EXIT_FAILED: Final = 1
 EXIT_START_FAILED: Final = 70
 #: Its device is lost.
 EXIT_DEVICE_LOST: Final = 71
+#: The ranks of its group did not end a forward alike.
+EXIT_SPLIT: Final = 72

@@ -39,12 +39,20 @@ _F_SETSIG: Final = 10  # not in the fcntl module; from <fcntl.h> of Linux
 
 
 def serve(
-    message_fd: int, release_fd: int, lifeline_fd: int, control_fd: int, stderr_fd: int
+    message_fd: int,
+    release_fd: int,
+    lifeline_fd: int,
+    control_fd: int,
+    stderr_fd: int,
+    *rank_fds: int,
 ) -> int:
-    """Run a worker over inherited descriptors until it is told to end; gives the exit code."""
+    """Run a worker over inherited descriptors until it is told to end; gives the exit code.
+
+    ``rank_fds``: what it shares with the other ranks of its group, if it is in one.
+    """
     hold_lifeline(lifeline_fd)
     # Programs that the pipeline starts have no use for them.
-    for fd in (message_fd, release_fd, lifeline_fd, control_fd, stderr_fd):
+    for fd in (message_fd, release_fd, lifeline_fd, control_fd, stderr_fd, *rank_fds):
         os.set_inheritable(fd, False)
     messages = Channel(socket.socket(fileno=message_fd))
     releases = Channel(socket.socket(fileno=release_fd))
@@ -63,11 +71,11 @@ def serve(
     try:
         with _uncollected():
             from sidestream.worker.port import ChannelPort
-            from sidestream.worker.worker import Worker
+            from sidestream.worker.rank_worker import make_worker
 
         settings: WorkerSettings = pickle.loads(packed_settings)
         port = ChannelPort(messages, releases, settings.slot_budget_bytes)
-        worker = Worker(settings, port, control)
+        worker = make_worker(settings, port, control, rank_fds)
         worker.start()
     except BaseException as error:  # noqa: BLE001 - boundary: start-up; main raises it there
         kind = AsyncOutputKind.RPC_RESULT | FAILED

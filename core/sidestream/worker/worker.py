@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from sidestream.transport.failure import describe_error, detach_frames, without_
 from sidestream.transport.packing import unpack_bytes
 from sidestream.worker.forwards import Forward
 from sidestream.worker.handover import HandOver
-from sidestream.worker.pipeline import LoadedPipeline, resolve_dtype
+from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
 from sidestream.worker.place import Place, Places
 from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
@@ -156,6 +156,7 @@ class Worker:
         self.platform.set_device(self.device)
         self._port.device_bound()
         self.platform = trusted(self.platform, self.device, self.settings.on_platform_fault)
+        self._join_group()
         self._progress("pipeline")
         config = PipelineConfig(
             model=self.settings.model,
@@ -177,12 +178,15 @@ class Worker:
             self.platform, self.device, sink, in_background=self.settings.async_output
         )
 
+    def _join_group(self) -> None:
+        """Meet the other ranks of a group; a lone worker has none."""
+
     def _warm_up(self, sink: OutputSink[Any]) -> None:
         settings = self.settings
         if settings.warm_up is None:
             nbytes = declared_nbytes(self.pipeline)
         else:
-            request = _decode_request(settings.warm_up)
+            request = decode_request(settings.warm_up)
             nbytes = measured_nbytes(self.pipeline, request, self.platform, self.device)
         # Those on the device, as many with the reader, and one whose return is on its way.
         least = settings.max_batch_size * (settings.max_pending_outputs + 1) + 1
@@ -218,7 +222,7 @@ class Worker:
             self._control,
             self._places,
             send=self._port.send,
-            decode_request=_decode_request,
+            decode_request=decode_request,
             post_process=self.pipeline.post_process,
             sends_chunks=self.settings.sends_chunks,
         )
@@ -264,10 +268,7 @@ class Worker:
             forward = self._outputs.begin_forward(
                 is_shared=len(numbers) > 1, accuse=partial(self._accuse, command)
             )
-            requests = [_decode_request(data) for data in command.requests]
-            self._running = RunningForward(command.rpc_id, numbers, requests)
-            self._control.running = command.rpc_id
-            payloads = self.pipeline.forward(requests)
+            payloads = self._forward(command, numbers)
             ended_at = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - boundary: the forward; the loop goes on
             running, self._running = self._running, None
@@ -294,6 +295,13 @@ class Worker:
             # Popped, so that nothing here keeps what the output thread lets go of.
             self._outputs.hand_over(label, payloads.pop(0), forward, timings, place.output_done)
         forward.end()
+
+    def _forward(self, command: Execute, numbers: Sequence[int]) -> list[Payload]:
+        """Run the pipeline over a command's requests, whose numbers are ``numbers``."""
+        requests = [decode_request(data) for data in command.requests]
+        self._running = RunningForward(command.rpc_id, numbers, requests)
+        self._control.running = command.rpc_id
+        return self.pipeline.forward(requests)
 
     def _call(self, command: Call) -> None:
         try:
@@ -373,17 +381,26 @@ class Worker:
         running = self._running
         if running is None:
             return
-        running.stop_if_unwanted(self._control.aborts(), step)
+        running.stop_if_unwanted(self._given_up(), step)
         if self.settings.announce_last_step and running.is_last(step):
             self._port.send(
                 AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, rpc_id=running.rpc_id)
             )
 
+    def _given_up(self) -> frozenset[int]:
+        """Give the numbers of the requests that were given up, once behind each step."""
+        return self._control.aborts()
+
     def _progress(self, stage: str) -> None:
         self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=stage))
 
 
-def _decode_request(data: bytes) -> DiffusionRequest:
+def decode_request(data: bytes) -> DiffusionRequest:
+    """Rebuild a packed request.
+
+    Raises:
+        InvalidRequestError: It can't be rebuilt here, or is something else.
+    """
     try:
         request = unpack_bytes(data)
     except BaseException as error:
