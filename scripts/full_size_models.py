@@ -2,7 +2,8 @@
 
 Any of them is the real adapter of ``sidestream.models`` over the library's real classes; a prompt
 only chooses random embeddings, which are on the device already. Options: ``kind``, ``size``
-("full" or "tiny"), ``platform``, ``plugin``. For ``scripts/models_cuda.py``.
+("full" or "tiny"), ``platform``, ``plugin``. For ``scripts/models_cuda.py`` and
+``scripts/bench_tp4.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from sidestream.models.hunyuan_image3_checkpoint import FULL_TRUNK
 from sidestream.models.hunyuan_image3_transformer import HunyuanImage3Transformer
 from sidestream.models.post_process import find_post_process
 from sidestream.models.qwen_image import QwenImage
+from sidestream.models.sharding import sum_over_ranks
 from sidestream.platforms.platform import load_plugin
 
 TEXT_TOKENS = 64
-#: Of the ranks that would share HunyuanImage-3.0.
+#: Of which a lone worker builds one's share of HunyuanImage-3.0.
 RANKS = 4
 
 
@@ -72,7 +74,10 @@ def build_helios(config: PipelineConfig) -> tuple[Any, dict[str, Any]]:
 
 
 def build_hunyuan(config: PipelineConfig) -> tuple[Any, dict[str, Any]]:
-    """Build one rank's share: its heads, and its part of each expert's width. Nothing is summed."""
+    """Build one rank's share: its heads, and its part of each expert's width.
+
+    Of a lone worker that is a quarter, and nothing is summed.
+    """
     trunk = dict(FULL_TRUNK)
     network: dict[str, Any] = {}
     coder: dict[str, Any] = {}
@@ -81,8 +86,9 @@ def build_hunyuan(config: PipelineConfig) -> tuple[Any, dict[str, Any]]:
         trunk |= {"num_hidden_layers": 2, "head_dim": 8, "num_experts": 8, "moe_topk": 2}
         network = {"latent_channels": 4, "patch_channels": 32, "norm_groups": 8}
         coder = {"latent_channels": 4, "block_out_channels": (16,) * 5, "layers_per_block": 1}
+    ranks = RANKS if config.world_size == 1 else config.world_size
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        trunk[name] //= RANKS
+        trunk[name] //= ranks
     with on_device(config):
         transformer = HunyuanImage3Transformer(trunk, **network)
         vae = diffusers.AutoencoderKLHunyuanVideo15(
@@ -91,6 +97,8 @@ def build_hunyuan(config: PipelineConfig) -> tuple[Any, dict[str, Any]]:
             scaling_factor=0.5627,
             **coder,
         )
+    if config.world_size > 1:
+        sum_over_ranks(transformer, transformer.shard_plan)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     pipeline = HunyuanImage3Pipeline(transformer, vae, None, scheduler)
     pipeline.tokenizer = _tokens

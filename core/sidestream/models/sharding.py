@@ -100,7 +100,7 @@ def load_shard(model_class: Any, folder: Path, config: PipelineConfig) -> Any:
         del missing[name]
     if missing:
         raise ConfigError("model", str(folder), f"a folder with the weights {sorted(missing)}")
-    _sum_over_ranks(model, plan)
+    sum_over_ranks(model, plan)
     return model.to(config.device).eval()
 
 
@@ -111,7 +111,8 @@ def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def _sum_over_ranks(model: nn.Module, plan: ShardPlan) -> None:
+def sum_over_ranks(model: nn.Module, plan: ShardPlan) -> None:
+    """Have a model that holds one rank's part sum its partial results with the others'."""
     for name, module in model.named_modules():
         if any(fnmatchcase(name, pattern) for pattern in plan.sums):
             module.register_forward_hook(_sum)
