@@ -233,6 +233,26 @@ class TestStart:
 
 
 @pytest.mark.soak
+def test_all_ranks_run_a_batch_without_who_was_given_up(gate, until):
+    with start("SummedTogether", max_batch_size=4) as engine:
+        first = engine.submit(request(gate.prompt, steps=2))
+        assert gate.reached() == "1"
+        members = [engine.submit(request(seed=seed)) for seed in range(4)]
+        gate.open()
+        assert gate.reached() == "2"
+        # At its last step the next ones are sent, and wait in the sockets.
+        until(lambda: engine.stats()["forwards"] == 2)
+        members[1].abort()
+        gate.open()
+        assert float(first.result(30).output[0, 0, 0]) == 7
+        assert members[1].abort(wait=True).outcome is AbortOutcome.NEVER_STARTED
+        rest = [members[0], *members[2:]]
+        assert [float(member.result(30).output[0, 0, 0]) for member in rest] == [3, 5, 6]
+        # One request and its two steps, three and their one.
+        assert events(engine) == [1, 1, 2, 3, 1]
+
+
+@pytest.mark.soak
 class TestModels:
     @pytest.mark.parametrize("size", [2, 4])
     @pytest.mark.parametrize("model", ["qwen-image", "hunyuan-image-3"])

@@ -41,10 +41,11 @@ class Summed(Gradient):
             self.events.append(step)
             self.on_step(step)
         self.raise_if(words, "late")
-        (output,) = super().forward(requests)
-        output += total.to(output.device)
-        self.output = weakref.ref(output)
-        return [output]
+        outputs = super().forward(requests)
+        for output in outputs:
+            output += total.to(output.device)
+        self.output = weakref.ref(outputs[0])
+        return outputs
 
     def is_named(self, words, word):
         return word in words and int(words[words.index(word) + 1]) == self.config.rank
@@ -70,6 +71,16 @@ class Summed(Gradient):
 
     def holds_output(self):
         return self.output() is not None
+
+
+class SummedTogether(Summed):
+    """The same for several requests at a time; an event is how many."""
+
+    supports_request_batch = True
+
+    def forward(self, requests):
+        self.events.append(len(requests))
+        return super().forward(requests)
 
 
 class FailsToLoad(Summed):
