@@ -171,6 +171,10 @@ class TestFailures:
         assert float(engine.generate("a", seed=1)[0].output[0, 0, 0]) == 4
         assert pids(engine) == before
 
+    def test_a_sum_on_the_simulated_device_is_refused(self, engine):
+        with pytest.raises(ExecutionError, match="sum a copy on the CPU"):
+            engine.generate("on-device", seed=1)
+
     @pytest.mark.parametrize(
         "prompt",
         ["raise 1", *(pytest.param(p, marks=pytest.mark.soak) for p in ("raise 0", "late 1"))],
@@ -254,13 +258,13 @@ def test_all_ranks_run_a_batch_without_who_was_given_up(gate, until):
 
 @pytest.mark.soak
 class TestModels:
-    @pytest.mark.parametrize("size", [2, 4])
+    @pytest.mark.parametrize(("size", "platform"), [(2, "cpu"), (2, "sim"), (4, "cpu")])
     @pytest.mark.parametrize("model", ["qwen-image", "hunyuan-image-3"])
-    def test_the_images_are_those_of_one_process(self, model, size, tmp_path):
+    def test_the_images_are_those_of_one_process(self, model, size, platform, tmp_path):
         pytest.importorskip("diffusers")
         folder = make_checkpoint(model, tmp_path / "checkpoint")
         params = {"seed": 7, "num_inference_steps": 3, "output_type": "float"}
-        config = {"model": folder, "platform": "cpu"}
+        config = {"model": folder, "platform": platform}
         with sidestream.DiffusionEngine(EngineConfig(**config)) as engine:
             alone = engine.generate(["a red apple", "a dog"], **params)
         shared = {"devices": (0,) * size, "tensor_parallel_size": size}

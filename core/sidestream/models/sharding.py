@@ -119,8 +119,13 @@ def sum_over_ranks(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def _sum(_module: nn.Module, _arguments: Any, result: Tensor) -> Tensor:
-    torch.distributed.all_reduce(result)
-    return result
+    if torch.distributed.get_backend() != "gloo" or result.device.type == "cpu":
+        torch.distributed.all_reduce(result)
+        return result
+    # gloo sums in the host's memory.
+    on_host = result.cpu()
+    torch.distributed.all_reduce(on_host)
+    return result.copy_(on_host)
 
 
 def _check(model: nn.Module, plan: ShardPlan, world_size: int) -> None:

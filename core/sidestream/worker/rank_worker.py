@@ -117,7 +117,7 @@ class _RankWorker(Worker):
 
     def _end_group(self, said: str) -> Never:
         """Have the main process end the group; what this rank still had to say was sent."""
-        words = f"lost: Rank {self.settings.tensor_parallel_rank} failed alone: {said}"
+        words = f"lost: Rank {self.settings.rank} failed alone: {said}"
         self._port.send(AsyncDiffusionOutput(kind=AsyncOutputKind.PROGRESS, result=words))
         os._exit(EXIT_SPLIT)
 
@@ -186,8 +186,7 @@ class FollowingWorker(_RankWorker):
 
     def _failed_alone(self, command: Execute, error: BaseException) -> None:
         said = describe_error(error.__cause__ or error)
-        rank = self.settings.tensor_parallel_rank
-        reason = ExecutionError(f"The forward failed on rank {rank} alone: {said}")
+        reason = ExecutionError(f"The forward failed on rank {self.settings.rank} alone: {said}")
         reason.__cause__ = error
         self._send_error(reason, rpc_id=command.rpc_id)
         self._end_group(said)

@@ -35,10 +35,16 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator that was called with at least one tensor on a simulated device.
 
     Raises:
+        NotImplementedError: It is a collective of torch.distributed.
         SimDeviceError: The device is in error.
         RuntimeError: The operands don't fit together.
         ValueError: The operator would resize a tensor in place.
     """
+    if func.namespace == "c10d":
+        raise NotImplementedError(
+            f"torch.distributed has no backend for device type 'sim' ({func}); sum a copy on the "
+            "CPU."
+        )
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
