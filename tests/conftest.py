@@ -1,5 +1,6 @@
 """What holds for every test, and for every process that a test starts."""
 
+import gc
 import os
 
 import pytest
@@ -18,6 +19,12 @@ TOGETHER = {
     }.items()
     for name in names.split()
 }
+
+
+def pytest_collection_finish():
+    """Leave all that was imported out of later collections: hundreds of tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
