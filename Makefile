@@ -8,7 +8,7 @@ READY := $(VENV)/.installed
 TESTED := core plugins tests examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-npu soak lint types format package check-extras constraints clean
+.PHONY: help venv demo test test-slow test-npu soak lint types format package check-extras constraints clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,9 +25,13 @@ demo: $(READY) ## draw digits through the asynchronous path into ./demo/
 # Many tests wait for a process to start. One thread of torch in each: more threads than cores make
 # them slow. A file stays in one process, since what it sets up is for all of its tests; some share
 # even more (tests/conftest.py). Not the files with most tests first: the long ones have few.
-test: $(READY) ## run the tests (a few minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n logical --maxprocesses 4 \
-		--dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test: $(READY) ## run the tests (under three minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not soak" $(IN_PARALLEL)
+
+test-slow: $(READY) ## run the slower tests: further models, doctor, bench, tensor parallelism
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not soak" $(IN_PARALLEL)
 
 test-npu: ## run the NPU plugin over the real torch_npu and a simulated runtime (.venv-npu, g++)
 	$(PYTHON) scripts/test_npu.py

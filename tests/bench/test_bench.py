@@ -21,6 +21,8 @@ from sidestream.bench.workload import OUTPUTS, Workload, fill_of
 from sidestream.errors import InternalError
 from sidestream.output import DiffusionOutput
 
+pytestmark = pytest.mark.slow
+
 SMALL = Workload(output="64px", forward_s=0.005)
 
 

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 from PIL import Image
+
+pytestmark = pytest.mark.slow
 
 
 def test_throughput_on_sim_checks_order_and_writes_figures_plot_and_trace(start, tmp_path):

@@ -97,6 +97,7 @@ def test_a_request_that_fails_is_one_line_and_those_before_it_are_saved(
     assert list(tmp_path.glob("*.png")) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_quiet_and_what_was_saved_stays(checkpoint, tmp_path, start):
     prompts = [word for _ in range(500) for word in ("--prompt", "x")]
     options = ("--height", "64", "--width", "64", "--steps", "8", "--platform", "cpu")

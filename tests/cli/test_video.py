@@ -14,6 +14,8 @@ from sidestream.cli.writer import OutputWriter
 from sidestream.models.checkpoint import make_checkpoint
 from sidestream.output import DiffusionOutput
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"prompt": "a fox", "seed": "7", "model": "tiny"}
 
 

@@ -14,6 +14,8 @@ from sidestream.doctor.questions import Questions
 from sidestream.doctor.report import Finding, State
 from sidestream.platforms.registry import PlatformRegistry
 
+pytestmark = pytest.mark.slow
+
 #: Source (None: no such module; "+": after a good plugin's), the cause, and what the evidence says.
 BROKEN = {
     "absent": (None, "plugin-import", "No module named 'doctor_absent_plugin'"),

@@ -19,6 +19,8 @@ from sidestream.doctor.questions import Answer, Questions
 from sidestream.doctor.report import Copies, Route
 from sidestream.doctor.vendors import Vendor, hiding_variable, inaccessible, nodes_of
 
+pytestmark = pytest.mark.slow
+
 DOCS = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 

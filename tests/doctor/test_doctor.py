@@ -15,6 +15,8 @@ from sidestream.cli.main import run
 from sidestream.doctor.questions import Questions
 from sidestream.doctor.selection import select
 
+pytestmark = pytest.mark.slow
+
 DOCS = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 VENDORS = ("cuda", "npu", "rocm", "xpu", "musa")
 #: Promised where no device is; CPU time, since wall time is the neighbours' too.

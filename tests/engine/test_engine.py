@@ -344,6 +344,7 @@ def test_a_worker_that_does_not_start_says_why(make_engine, pipeline, executor, 
         assert "last words" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_at_start_is_given_up_after_its_last_progress(make_engine):
     with pytest.raises(sidestream.WorkerStartError, match="no sign of progress"):
         make_engine("LoadHangs", platform="cpu", start_timeout_s=3)

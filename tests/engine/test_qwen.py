@@ -68,6 +68,7 @@ def test_on_the_cpu_pixels_equal_the_librarys_own(library_images, executor):
         assert np.array_equal(np.asarray(output.images[0]), np.asarray(image))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=pytest.mark.soak), "uniproc"])
 def test_on_sim_pixels_equal_the_pipeline_on_sim_and_nearly_the_cpu(
     checkpoint, library_images, executor

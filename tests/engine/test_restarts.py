@@ -76,6 +76,7 @@ def test_requests_that_were_with_a_dead_worker_run_again_with_the_same_seed(shar
     assert engine.stats()["outputs"] == engine.stats()["queued"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch_size", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(shared, max_batch_size):
     engine, log = shared(max_restarts=1, max_batch_size=max_batch_size)
@@ -113,6 +114,7 @@ def test_after_the_last_restart_the_engine_refuses_with_the_cause(shared):
         engine.executor.collective_rpc("ping")
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_gives_up_with_its_own_reason(make_engine, log):
     engine = make_engine(
         "LoadDiesLater", platform="cpu", pipeline_options={"log": str(log)}, max_restarts=1
@@ -157,6 +159,7 @@ def test_closing_during_a_restart_leaves_nothing(make_engine, log):
         handle.result(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_several_devices_share_the_work_and_each_restarts_alone(make_engine, count):
     engine = make_engine("Gradient", platform="sim", devices=[*range(count)], max_restarts=2)

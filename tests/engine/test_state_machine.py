@@ -192,6 +192,7 @@ def run_stepped(make_engine, examples, *, may_kill=False, **config):
     run(engine, examples, may_kill=may_kill, added=3)
 
 
+@pytest.mark.slow
 def test_the_same_in_step_mode(make_engine):
     run_stepped(make_engine, 50, async_final_step=True, streaming_output=True)
 

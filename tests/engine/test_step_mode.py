@@ -478,6 +478,7 @@ def test_the_queue_is_bounded_and_close_finishes_what_has_begun(make_engine, gat
     assert not closing.is_alive()
 
 
+@pytest.mark.slow
 def test_several_devices_step_side_by_side_and_close_ends_what_takes_too_long(
     make_engine, make_gate
 ):

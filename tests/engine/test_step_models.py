@@ -14,6 +14,8 @@ from sidestream.models.checkpoint import make_checkpoint
 from sidestream.models.registry import find_source
 from sidestream.output import EventKind
 
+pytestmark = pytest.mark.slow
+
 diffusers = pytest.importorskip("diffusers")
 
 #: Chunks of 5 frames instead of 33.

@@ -225,6 +225,7 @@ def test_request_mode_tells_what_there_is(engines, executor):
     ]
 
 
+@pytest.mark.slow
 def test_a_request_that_runs_again_tells_nothing_twice(make_engine, tmp_path, gate):
     engine = make_engine(
         "step_pipes:Walk",

@@ -27,6 +27,8 @@ from sidestream import (
 from sidestream.models.checkpoint import make_checkpoint
 from sidestream.request import AbortOutcome
 
+pytestmark = pytest.mark.slow
+
 
 def start(pipeline="Summed", size=2, **config):
     config.setdefault("devices", (0,) * size)

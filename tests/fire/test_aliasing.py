@@ -72,6 +72,7 @@ ALIASES = {
 }
 
 
+@pytest.mark.slow
 @in_every_way
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
 def test_an_alias_keeps_the_bits_while_others_come_and_go(couriers, way, alias):

@@ -283,6 +283,7 @@ def test_a_platform_that_fails_to_record_before_its_first_output_starts_all_the_
     assert all_right(engine)
 
 
+@pytest.mark.slow
 def test_a_worker_process_warns_on_the_stderr_of_its_engine(engine_of, capfd):
     engine = engine_of("multiproc")
     engine.executor.collective_rpc("set_faults", (), {"fail_next_waits": ALWAYS})
@@ -303,6 +304,7 @@ def test_whatever_a_vendors_event_raises_the_device_is_synchronized_instead(
     assert "Platform 'unsure' failed at waiting for" in warnings[0]
 
 
+@pytest.mark.slow
 @executors
 def test_an_event_that_never_fires_holds_up_its_output_until_the_engine_closes(engine_of, executor):
     engine = engine_of(executor)

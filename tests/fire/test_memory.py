@@ -84,6 +84,7 @@ def test_the_last_of_many_large_requests_can_be_waited_for_first(couriers, way):
         assert is_filled(handle.result(30), MIB, seed)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_waited_for_runs_again_though_outputs_are_not_taken(eventually, tmp_path):
     engine = payload_pipes.start(host_buffer_bytes=BUFFER_BYTES)
     try:
@@ -151,6 +152,7 @@ def test_an_output_that_is_held_keeps_its_bits_while_others_come_and_go(couriers
     assert is_filled(held, MIB, 77)
 
 
+@pytest.mark.slow
 @in_processes
 def test_idle_arenas_do_not_keep_larger_outputs_from_slots(couriers, way):
     engine = couriers(way)
@@ -203,6 +205,7 @@ def test_a_worker_without_memory_for_a_request_fails_it_and_does_the_next(courie
     assert call(engine, "pid") == pid
 
 
+@pytest.mark.slow
 def test_a_main_process_without_memory_fails_what_it_cannot_map_and_goes_on(script):
     program = script("""
 from payload_pipes import *

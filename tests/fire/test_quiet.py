@@ -94,6 +94,7 @@ def mixed_day(engine, count):
         handle.result(30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
 @pytest.mark.parametrize(
     ("platform", "count"),

@@ -235,6 +235,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["fork", pytest.param("forkserver", marks=soak), pytest.param("none", marks=soak)],
@@ -264,6 +265,7 @@ def test_a_host_without_standard_streams_starts_engines(script, tmp_path):
     assert answer.read_text() == "7.0"
 
 
+@pytest.mark.slow
 @both
 def test_a_forked_child_is_told_at_once_and_its_parent_goes_on(executor, start, made_elsewhere):
     engine = made_elsewhere if executor == "multiproc" else start(executor=executor)

@@ -30,6 +30,7 @@ def _nothing_is_left(no_leaks):
     """Of every test in this file."""
 
 
+@pytest.mark.slow
 @both
 def test_two_threads_close_during_a_long_forward(executor, start, pipes):
     engine = start(executor=executor, pipeline_options={"notes": str(pipes.notes)})
@@ -58,6 +59,7 @@ def test_two_threads_close_during_a_long_forward(executor, start, pipes):
     assert outcome(engine.submit, DiffusionRequest("")) == "EngineClosedError"
 
 
+@pytest.mark.slow
 def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes, eventually):
     others = set(threading.enumerate())
     engine = start(executor="uniproc", pipeline_options={"notes": str(pipes.notes)})

@@ -19,6 +19,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 
 from .tiny_pipelines import flux, qwen_image, saved, stable_diffusion_3, z_image
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(height=64, width=64, num_inference_steps=2, seed=7)
 PHOTO = PIL.Image.fromarray(
     np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8), "RGB"

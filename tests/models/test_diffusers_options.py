@@ -15,6 +15,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 
 from .tiny_pipelines import flux, saved
 
+pytestmark = pytest.mark.slow
+
 REQUEST = DiffusionRequest(
     "a red apple", SamplingParams(height=64, width=64, num_inference_steps=2, seed=7)
 )

@@ -17,6 +17,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 from . import tiny_pipelines
 from .stepping import run, run_interleaved, step
 
+pytestmark = pytest.mark.slow
+
 
 class Plain(GreenletSteps):
     """The least of an adapter: a call of a pipeline that nobody changed."""

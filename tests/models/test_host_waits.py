@@ -10,6 +10,8 @@ import torch
 
 from .host_waits import PIPELINES, HostWaits, build, measure, table
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 #: Of these the library reads numbers back in its steps.
 WAITING = {"Wan 2.2", "Helios, one chunk"}

@@ -16,6 +16,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 from .moves import Moves
 from .stepping import run_interleaved, step
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(height=32, width=32, seed=3)
 REQUEST = DiffusionRequest("a red apple", PARAMS)
 

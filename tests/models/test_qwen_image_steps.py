@@ -15,6 +15,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 
 from .stepping import run, run_interleaved, step
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(height=64, width=64, num_inference_steps=4, true_cfg_scale=4.0, seed=7)
 
 

@@ -15,6 +15,8 @@ from sidestream.models.any_diffusers import AnyDiffusers
 from sidestream.models.hunyuan_image3 import HunyuanImage3
 from sidestream.models.sharding import Cut, ShardPlan
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = {
     "qwen_folder": ("sidestream.models.qwen_image:QwenImage", 0.80),
     "hunyuan_folder": ("sidestream.models.hunyuan_image3:HunyuanImage3", 0.85),

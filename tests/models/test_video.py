@@ -17,6 +17,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 
 from .stepping import run, run_interleaved, step
 
+pytestmark = pytest.mark.slow
+
 #: Chunks of 5 frames instead of 33.
 SMALL_CHUNKS = {"num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
 CASES = {

@@ -12,6 +12,8 @@ from sidestream.request import DiffusionRequest, SamplingParams
 from .moves import Moves
 from .stepping import run_interleaved
 
+pytestmark = pytest.mark.slow
+
 SMALL_CHUNKS = {"num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
 PARAMS = {"height": 32, "width": 32, "num_frames": 10, "num_inference_steps": 2}
 

@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A defect: definitions that spoil the relay to ``sim``, and the test that must fail.
 DEFECTS = {
     "none": ("", None),

@@ -38,6 +38,7 @@ def teardown_module():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_is_told_what(tmp_path):
     path = tmp_path / "test_it.py"
     path.write_text(TESTS)
