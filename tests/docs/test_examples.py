@@ -47,6 +47,7 @@ def run_page(page, folder):
     return scripts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page, blocks in BLOCKS.items() if blocks and page != README],

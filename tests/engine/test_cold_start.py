@@ -12,6 +12,8 @@ from sidestream.transport.arena import SlotPool
 from sidestream.worker.pipeline import LoadedPipeline
 from sidestream.worker.warm_up import declared_nbytes, reserve_outputs
 
+pytestmark = pytest.mark.slow
+
 PIXELS = 256
 
 

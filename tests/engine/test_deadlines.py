@@ -167,6 +167,7 @@ def test_the_nearest_deadline_is_known_and_what_is_due_comes_in_order():
 # --- hung workers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_ended_and_health_says_so(make_engine, gate, until):
     engine = make_engine("abort_pipes:Steps", platform="cpu", hang_timeout_s=1.5)
     pid = call(engine, "pid")

@@ -15,6 +15,7 @@ from sidestream import AsyncOutputThread, HostSink, load_platform, to_host
 EMBED = Path(__file__).parents[2] / "examples" / "embed.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.soak), "sim"])
 def test_the_embedding_example_runs(platform):
     run = subprocess.run(

@@ -130,6 +130,7 @@ def test_without_a_buffer_every_output_waits_for_its_reader(eventually, way):
 # --- slots ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @in_processes
 def test_slots_that_are_dropped_all_at_once_all_come_back(couriers, way):
     engine, nbytes = couriers(way), 100 * 256
@@ -236,6 +237,7 @@ engine.close()
     finish(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [16 * MIB, pytest.param(448 * MIB, marks=pytest.mark.soak)])
 def test_dev_shm_may_be_small_and_full(script, large):
     program = script(

@@ -55,6 +55,7 @@ class TestMusa(contract_of("musa")):
     platform_name = "musa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("cpu", 5), ("sim", 25)])
 def test_the_contract_holds_in_a_fresh_process(name, least, tmp_path):
     """A process holds one device type from outside, and whoever takes it changes the others."""

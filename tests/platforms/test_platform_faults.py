@@ -18,6 +18,8 @@ from sidestream.worker.output_thread import AsyncOutputThread
 from sidestream.worker.sink import HostSink
 from sidestream.worker.staging import Staging
 
+pytestmark = pytest.mark.slow
+
 PIPELINES = str(Path(__file__).parents[1] / "pipelines")
 
 #: Definitions that spoil the relay to ``sim``: each is enough to be refused.

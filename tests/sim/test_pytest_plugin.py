@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 TESTS = """
 import mmap
 import os

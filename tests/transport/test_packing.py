@@ -212,7 +212,7 @@ def test_a_detached_copy_is_the_same_and_shares_nothing(tree):
 def pack_memory(leaf) -> np.ndarray:
     if isinstance(leaf, torch.Tensor):
         plain = leaf.detach().as_subclass(torch.Tensor)
-        return np.frombuffer(bytes(1)) if not plain.numel() else storage(plain)
+        return np.zeros(1, np.uint8) if not plain.numel() else storage(plain)
     return leaf
 
 
@@ -484,16 +484,17 @@ def test_copies_release_the_gil(monkeypatch):
     thread = threading.Thread(target=count)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # nobody is made to give the GIL up
-    moved = []
+    free_runs, give_up_at = 0, time.monotonic() + 20
     try:
         thread.start()
-        for _ in range(30):
+        # On busy cores the other thread may not get one during many of the copies.
+        while free_runs < 3 and time.monotonic() < give_up_at:
             before = counted
             packed.write(memory)
-            moved.append(counted - before)
+            free_runs += counted - before > 50
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
     # A handful comes through anyway, since torch lets go of the GIL for each slice it makes.
-    assert sum(steps > 50 for steps in moved) >= 3
+    assert free_runs >= 3
