@@ -21,6 +21,13 @@ TOGETHER = {
 }
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no file of slow tests where none of them is wanted: many bring diffusers along."""
+    if "not slow" not in config.getoption("markexpr") or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+
+
 def pytest_collection_finish():
     """Leave all that was imported out of later collections: hundreds of tests ask for one."""
     gc.collect()

@@ -184,6 +184,7 @@ def test_a_long_run_needs_no_more_memory_than_a_short_one(couriers, way, count, 
             assert memory_of(pid) < then + 12 * nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("sim", marks=pytest.mark.soak)])
 def test_a_forked_child_never_sees_another_requests_pixels(script, platform):
     program = script(

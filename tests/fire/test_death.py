@@ -254,6 +254,7 @@ def test_helpers_of_a_killed_worker_go_with_it_unless_they_left_its_session(star
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_killed(start, pipes):
     engine = start(pipeline_options=pipes.options)
     handle = engine.submit(DiffusionRequest("ignore SIGTERM"))

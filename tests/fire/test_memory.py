@@ -167,6 +167,7 @@ def test_idle_arenas_do_not_keep_larger_outputs_from_slots(couriers, way):
 # --- limits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["AS", "DATA"])
 @in_processes
 def test_a_worker_without_memory_fails_the_request_and_does_the_next(couriers, way, limit):
