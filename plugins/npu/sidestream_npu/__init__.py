@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import PlatformError
@@ -12,17 +10,14 @@ from sidestream.platforms.device import HostPin, Probe
 from sidestream.platforms.hookspecs import hookimpl
 from sidestream.platforms.machine import (
     hidden_devices,
-    installed_version,
-    minor,
     missing_backend,
-    missing_libraries,
     probe_by,
     unusable_nodes,
 )
 from sidestream.platforms.options import flag
-from sidestream.platforms.torch_build import torch_build
 from sidestream.platforms.torch_device import TorchDevice
 from sidestream.platforms.torch_stream import TorchEvent
+from sidestream_npu.causes import INSTALL, missing_cann, unfit_torch
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +25,6 @@ if TYPE_CHECKING:
 #: "0" records events without waiting for the stream first; read its README before.
 SYNCHRONIZE_VARIABLE: Final = "SIDESTREAM_NPU_SYNCHRONIZE_BEFORE_RECORD"
 
-_INSTALL: Final = (
-    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, and then "
-    "pip install torch-npu==2.13.0"
-)
 #: ACL_HOST_REG_MAPPED; with ACL_HOST_REG_PINNED alone copies are three times slower.
 _MAPPED: Final = 0x2
 
@@ -67,9 +58,9 @@ def probe() -> Probe:
         "npu",
         "torch_npu, CANN and the Ascend driver are there",
         (
-            partial(missing_backend, "torch_npu", _INSTALL),
-            _unfit_torch,
-            _missing_cann,
+            partial(missing_backend, "torch_npu", INSTALL),
+            unfit_torch,
+            missing_cann,
             partial(hidden_devices, "ASCEND_RT_VISIBLE_DEVICES"),
             partial(
                 unusable_nodes,
@@ -111,27 +102,3 @@ def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin 
 def distributed_backend() -> str:
     """Name HCCL."""
     return "hccl"
-
-
-def _unfit_torch() -> str | None:
-    """Say that torch and torch_npu are not made for each other."""
-    build, npu = torch_build(), installed_version("torch-npu")
-    if build is None or npu is None:
-        return f"torch or torch_npu is not whole; install both again: {_INSTALL}"
-    if build.cuda is not None:
-        return (
-            f"torch {build.version} is a CUDA build, in which torch_npu ends the process at its "
-            f"import; install the CPU build: {_INSTALL}"
-        )
-    if minor(npu) != minor(build.version):
-        return f"torch_npu {npu} does not fit torch {build.version}; install a pair: {_INSTALL}"
-    return None
-
-
-def _missing_cann() -> str | None:
-    home = os.environ.get("ASCEND_HOME_PATH")
-    return missing_libraries(
-        ("libascendcl.so", "libhccl.so"),
-        "install CANN and source its set_env.sh",
-        folders=(Path(home) / "lib64",) if home else (),
-    )
