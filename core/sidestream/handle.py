@@ -98,38 +98,35 @@ class RequestHandle:
             OutputTransferError: A part can't be rebuilt in this process; ask again for the rest.
             RequestError, WorkerDiedError, EngineClosedError: What the request ended by.
         """
-        log = self._flight.events
-        while True:
-            # First: what is there when it is over is all.
-            is_over = self._flight.output.done()
-            event = log.take()
+        goes_on = True
+        while goes_on:
+            event, goes_on = self._next_event()
             if event is not None:
                 yield event
-            elif is_over:
-                event = log.take_end(self._flight.output.result())
-                if event is not None:
-                    yield event
-                return
-            else:
-                log.change().result()
+            elif goes_on:
+                self._flight.events.change().result()
 
     async def aevents(self) -> AsyncIterator[RequestEvent]:
         """Yield events without blocking the event loop; as :meth:`events`."""
-        log = self._flight.events
-        while True:
-            is_over = self._flight.output.done()
-            event = log.take()
+        goes_on = True
+        while goes_on:
+            event, goes_on = self._next_event()
             if event is not None:
                 yield event
-            elif is_over:
-                event = log.take_end(self._flight.output.result())
-                if event is not None:
-                    yield event
-                return
-            else:
-                change = log.change()
+            elif goes_on:
+                change = self._flight.events.change()
                 change.refuse_to_block()
                 await asyncio.wrap_future(change)
+
+    def _next_event(self) -> tuple[RequestEvent | None, bool]:
+        """Take the event that is there, if one is; False behind it: there will be no other."""
+        flight = self._flight
+        # First: what is there when it is over is all.
+        is_over = flight.output.done()
+        event = flight.events.take()
+        if event is None and is_over:
+            return flight.events.take_end(flight.output.result()), False
+        return event, True
 
     def __aiter__(self) -> AsyncIterator[RequestEvent]:
         return self.aevents()

@@ -77,7 +77,9 @@ def test_this_machine_is_usable_and_the_exit_code_says_so(healthy):
 def test_on_the_cpu_asynchronous_output_is_not_worth_it(healthy):
     report = json.loads(healthy[0].stdout)
     if report["selection"]["platform"] != "cpu":
-        pytest.skip("there is a device here")
+        pytest.skip(
+            "not run: this machine has an accelerator, where the answer depends on its copies"
+        )
     assert report["copies"] is None
     assert report["worth"]["is_worth_it"] is False
 

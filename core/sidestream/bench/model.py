@@ -36,6 +36,13 @@ def model_throughput(
         DiffusionEngine(EngineConfig(**config, async_output=False)) as off,
         DiffusionEngine(EngineConfig(**config)) as on,
     ):
+        if not on.platform.is_asynchronous:
+            table.notes.append(
+                f"{on.platform.name!r} has no asynchronous output: both ways are the same there, "
+                "and a change is noise."
+            )
+        if rounds < 2:
+            table.notes.append("One round: its spread is not known, so no change is shown by it.")
         for size in sizes:
             rates: dict[DiffusionEngine, list[float]] = {off: [], on: []}
             for engine in (off, on):

@@ -18,7 +18,8 @@ from sidestream.bench.pipelines import usage_of_this_process
 from sidestream.bench.table import Table, median, percentile
 from sidestream.bench.workload import OUTPUTS, Workload
 from sidestream.errors import InternalError
-from sidestream.executor.pump import ResultChannel, ResultPumpThread, WorkerEnds
+from sidestream.executor.pump import ResultPumpThread
+from sidestream.executor.result_channel import ResultChannel, WorkerEnds
 from sidestream.platforms.platform import load_platform
 from sidestream.request import OutputTimings
 from sidestream.transport.packing import pack

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from sidestream.errors import InternalError
-from sidestream.executor.result_channel import ResultChannel as ResultChannel
-from sidestream.executor.result_channel import WorkerEnds as WorkerEnds
+from sidestream.executor.result_channel import ResultChannel
 from sidestream.transport.channel import ChannelClosed, Frame
 from sidestream.transport.envelope import ARENA_DROPPED, Delivery, FrameDelivery
 
