@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
+from sidestream.errors import InternalError
 from sidestream.transport.packing import (
     PackingError,
     UnpackingError,
@@ -244,6 +245,36 @@ def test_no_more_travels_than_a_leaf_holds(tensor):
     assert len(packed.head) < 400
 
 
+@settings(max_examples=50, deadline=None)
+@given(tensor=tensors())
+def test_a_tensor_alone_travels_as_one_in_a_tree(tensor):
+    alone, (inside,) = through_a_slot(tensor), through_a_slot([tensor])
+    assert_same(alone, inside)
+    assert (alone.stride(), alone.is_conj()) == (inside.stride(), inside.is_conj())
+
+
+def test_what_a_tensor_is_made_to_show_later_does_not_travel():
+    sent = torch.full((5000,), 3)
+    packed = pack(sent)
+    sent.data = torch.zeros(1)
+    memory = torch.empty(packed.nbytes, dtype=torch.uint8)
+    packed.write(memory)
+    assert (unpack(packed.head, memory.numpy()) == 3).all()
+
+
+def test_only_memory_in_one_piece_that_is_large_enough_is_written_to():
+    packed = pack(torch.ones(100))
+    for place in (
+        torch.zeros(packed.nbytes - 1, dtype=torch.uint8),
+        torch.zeros(packed.nbytes, dtype=torch.int8),
+        torch.zeros(2 * packed.nbytes, dtype=torch.uint8)[::2],
+        torch.zeros(packed.nbytes, dtype=torch.uint8, device="meta"),
+    ):
+        with pytest.raises(InternalError):
+            packed.write(place)
+        assert place.is_meta or not place.any()
+
+
 def test_a_view_moves_its_own_bytes_and_not_its_storage():
     large = torch.zeros(1 << 20)
     assert pack(large[10:20]).leaf_nbytes == 40
@@ -400,6 +431,7 @@ class Wrapper(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (lambda: torch._efficientzerotensor(3), "without memory"),
         (lambda: lambda: 0, "lambda"),
         (threading.Lock, "lock"),
         (lambda: (i for i in ()), "generator"),
@@ -409,7 +441,7 @@ class Wrapper(torch.Tensor):
         (nested, "nested"),
         (Wrapper, "Wrapper wraps other tensors"),
     ],
-    ids=["lambda", "lock", "generator", "file", "sparse", "meta", "nested", "wrapper"],
+    ids=["zeros", "lambda", "lock", "generator", "file", "sparse", "meta", "nested", "wrapper"],
 )
 def test_what_cannot_travel_is_refused_by_its_path(make, reason):
     culprit = make()

@@ -7,6 +7,8 @@ back channels-last), else in logical order: a view moves its own bytes, not its 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -32,67 +34,91 @@ _CARRIERS: Final = {
 _PLAIN_KINDS: Final = "biufcmMSU"
 
 
+#: What a head keeps of a tensor or array: its dtype, its shape and the order of its dimensions in
+#: memory. Plain values, which are pickled at once and mean the same for equal tensors.
+Layout = tuple[Any, ...]
+
+
 class Leaf:
     """One leaf's bytes and their place among the payload's.
 
     States: borrowed (aliases the caller's memory), private (does not).
     """
 
-    __slots__ = ("_borrowed", "_device", "_host", "nbytes", "offset")
+    __slots__ = ("_address", "_borrowed", "_source", "nbytes", "offset")
 
     def __init__(
-        self, source: np.ndarray[Any, Any] | torch.Tensor, nbytes: int, *, is_borrowed: bool
+        self, source: Any, nbytes: int, *, address: int | None = None, is_borrowed: bool
     ) -> None:
-        self._host = source if isinstance(source, np.ndarray) else None
-        self._device = source if isinstance(source, torch.Tensor) else None
+        """Make a leaf.
+
+        Args:
+            source: What keeps the bytes at ``address``, where they lie on the host in one piece;
+                else the array or the device's tensor that they are to be read from.
+        """
+        self._source = source
+        self._address = address
         self._borrowed = is_borrowed
         self.nbytes: Final = nbytes
         #: From the start of the payload's bytes; given when it is placed.
         self.offset = 0
 
     @property
-    def room(self) -> int:
-        """Give the bytes that it takes up among others."""
-        return self.nbytes + padding(self.nbytes)
-
-    @property
     def is_on_device(self) -> bool:
         """Tell whether the bytes are in an accelerator's memory."""
-        return self._device is not None
+        return self._address is None and isinstance(self._source, torch.Tensor)
 
     def make_private(self, *, clone_device: bool) -> None:
         """Stop aliasing memory that the caller may overwrite; a device clone is only queued."""
-        if self._device is not None:
-            resolved = _resolve(self._device)
-            if clone_device and self._borrowed and resolved is self._device:
+        if self.is_on_device:
+            resolved = _resolve(self._source)
+            if clone_device and self._borrowed and resolved is self._source:
                 resolved = resolved.clone(memory_format=torch.contiguous_format)
-            self._device = resolved
-        elif self._host is not None and self._borrowed:
-            self._host = self._host.copy()
+            self._source = resolved
+        elif self._borrowed:
+            self._source = self.to_private_array()
+            self._address = self._source.ctypes.data
         self._borrowed = False
 
     def write(self, destination: torch.Tensor, *, non_blocking: bool) -> None:
-        """Copy the bytes into ``destination``, this leaf's own range: 1-D uint8, on the host."""
-        if self._device is not None:
-            # What is made here belongs to the current stream, so its memory may go when the call
-            # ends. The leaf itself came from another stream and stays until drop().
-            source = _resolve(self._device).contiguous()
-            destination.view(source.dtype).view(source.shape).copy_(
-                source, non_blocking=non_blocking
-            )
-        elif self._host is not None:
-            source_array = self._host
-            place = destination.numpy().view(source_array.dtype).reshape(source_array.shape)
-            # Not torch.copy_: 2.2 times slower between host memories. Both release the GIL.
-            np.copyto(place, source_array)
+        """Copy the bytes to ``offset`` in ``destination``: 1-D uint8 on the host, in one piece.
+
+        The caller has seen to it that there is room.
+        """
+        if self._address is not None:
+            # What numpy or torch do before they copy takes longer than a small copy, and torch is
+            # 2.2 times slower at a large one. They all release the GIL.
+            ctypes.memmove(destination.data_ptr() + self.offset, self._address, self.nbytes)
+        else:
+            place = destination[self.offset : self.offset + self.nbytes]
+            self._gather(place, non_blocking=non_blocking)
 
     def to_array(self) -> Bytes:
-        """Give the bytes as a 1-D host array: an alias if they lie in one piece, else a copy."""
-        if self._host is not None:
-            return np.ascontiguousarray(self._host).reshape(-1).view(np.uint8)
+        """Give the bytes as a 1-D host array: an alias if they lie in one piece, else a copy.
+
+        An alias is for as long as this leaf is there and not dropped.
+        """
+        if self._address is not None:
+            memory = (ctypes.c_char * self.nbytes).from_address(self._address)
+            return np.frombuffer(memoryview(memory), dtype=np.uint8)
         copy = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        self.write(copy, non_blocking=False)
+        self._gather(copy, non_blocking=False)
         return copy.numpy()
+
+    def to_private_array(self) -> Bytes:
+        """Give a copy of the bytes as a 1-D host array."""
+        array = self.to_array()
+        return array if self._address is None else array.copy()
+
+    def _gather(self, place: torch.Tensor, *, non_blocking: bool) -> None:
+        source = self._source
+        if isinstance(source, torch.Tensor):
+            # What is made here belongs to the current stream, so its memory may go when the call
+            # ends. The leaf itself came from another stream and stays until drop().
+            source = _resolve(source).contiguous()
+            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+        else:
+            np.copyto(place.numpy().view(source.dtype).reshape(source.shape), source)
 
 
 def padding(nbytes: int) -> int:
@@ -124,11 +150,11 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}; send a dense tensor (to_dense())"
     if tensor.is_quantized:
         return "it is quantized; send dequantize(), or int_repr() with its scale"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "it is on the meta device and has no data"
-    if hasattr(cls, "__tensor_flatten__") or (
-        tensor.device.type == "cpu"
-        and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if cls is not torch.Tensor and (
+        hasattr(cls, "__tensor_flatten__")
+        or (tensor.is_cpu and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
     ):
         return (
             f"{cls.__qualname__} wraps other tensors; send what it wraps (to_local(), dequantize())"
@@ -136,20 +162,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def from_tensor(tensor: torch.Tensor) -> tuple[Leaf | None, tuple[Any, ...]]:
-    """Take a tensor apart: its bytes, if it has any, and how to rebuild it around them.
-
-    A subclass comes back as one, with its attributes, unless it only stands for memory of another
-    device. Autograd's history stays behind; a ``Parameter`` keeps ``requires_grad``.
-    """
-    cls = type(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach()
-        keeps_class = (
-            cls is not torch.Tensor and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        )
-        if keeps_class:
-            plain = plain.as_subclass(torch.Tensor)
+def from_tensor(tensor: torch.Tensor) -> tuple[Leaf | None, Layout]:
+    """Take a plain tensor apart: its bytes, if it has any, and how to rebuild it around them."""
+    plain = tensor.detach() if tensor.requires_grad or not tensor.is_cpu else tensor
     order = None
     if not plain.is_contiguous():
         order = _memory_order(plain.stride())
@@ -158,38 +173,61 @@ def from_tensor(tensor: torch.Tensor) -> tuple[Leaf | None, tuple[Any, ...]]:
             plain = in_order
         else:
             order = None
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    kept_class = cls if keeps_class else torch.nn.Parameter if is_parameter else None
-    rebuild = (
-        str(plain.dtype).removeprefix("torch."),
-        tuple(plain.shape),
-        _inverse(order),
-        kept_class,
-        is_parameter and tensor.requires_grad,
-        (vars(tensor) or None) if keeps_class and not is_parameter else None,
-    )
-    nbytes = plain.numel() * plain.element_size()
+    dtype = plain.dtype
+    layout = _dtype_name(dtype), tuple(plain.shape), _inverse(order)
+    nbytes = plain.nbytes
     if nbytes == 0:
-        return None, rebuild
-    if plain.device.type != "cpu":
-        return Leaf(plain, nbytes, is_borrowed=True), rebuild
+        return None, layout
+    if not plain.is_cpu:
+        return Leaf(plain, nbytes, is_borrowed=True), layout
     resolved = _resolve(plain)
-    carrier = resolved.view(_CARRIERS[resolved.element_size()]).numpy()
-    return Leaf(_flat(carrier), nbytes, is_borrowed=resolved is plain), rebuild
+    is_borrowed = resolved is plain
+    if not resolved.is_contiguous():
+        carrier = resolved.view(_CARRIERS[dtype.itemsize]).numpy()
+        return Leaf(carrier, nbytes, is_borrowed=is_borrowed), layout
+    address = resolved.data_ptr()
+    if not address:
+        raise ValueError("a tensor without memory")
+    # The storage and not the tensor, which its owner may give another one meanwhile.
+    storage = resolved.untyped_storage()
+    return Leaf(storage, nbytes, address=address, is_borrowed=is_borrowed), layout
 
 
-def to_tensor(memory: Bytes, rebuild: tuple[Any, ...]) -> torch.Tensor:
+def to_tensor(memory: Bytes, layout: Layout) -> torch.Tensor:
     """Rebuild a tensor around ``memory``, which it keeps alive and shares."""
-    dtype_name, shape, order, cls, requires_grad, attributes = rebuild
+    dtype_name, shape, order = layout
     dtype: torch.dtype = getattr(torch, dtype_name)
     if memory.size:
         tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
     else:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    if order is not None:
-        tensor = tensor.permute(order)
-    if cls is not None:
-        tensor = tensor.as_subclass(cls)
+    return tensor if order is None else tensor.permute(order)
+
+
+def without_class(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
+    """Give a subclass's tensor as a plain one, and what :func:`with_class` needs.
+
+    A subclass comes back as one, with its attributes, unless it only stands for memory of another
+    device. Autograd's history stays behind; a ``Parameter`` keeps ``requires_grad``.
+    """
+    cls = type(tensor)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    keeps_class = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach()
+        if keeps_class:
+            plain = plain.as_subclass(torch.Tensor)
+    if not keeps_class and not is_parameter:
+        return plain, None
+    kept = cls if keeps_class else torch.nn.Parameter
+    attributes = (vars(tensor) or None) if keeps_class and not is_parameter else None
+    return plain, (kept, is_parameter and tensor.requires_grad, attributes)
+
+
+def with_class(tensor: torch.Tensor, kept: tuple[Any, ...]) -> torch.Tensor:
+    """Make a plain tensor what it was."""
+    cls, requires_grad, attributes = kept
+    tensor = tensor.as_subclass(cls)
     if requires_grad:
         tensor.requires_grad_(True)
     if attributes:
@@ -197,10 +235,15 @@ def to_tensor(memory: Bytes, rebuild: tuple[Any, ...]) -> torch.Tensor:
     return tensor
 
 
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 # --- arrays -----------------------------------------------------------------------------------
 
 
-def from_array(array: np.ndarray[Any, Any]) -> tuple[Leaf | None, tuple[Any, ...]]:
+def from_array(array: np.ndarray[Any, Any]) -> tuple[Leaf | None, Layout]:
     """Take an array without objects apart; as :func:`from_tensor`. A memmap becomes an ndarray."""
     plain: np.ndarray[Any, Any] = np.asarray(array)
     order = None
@@ -213,18 +256,21 @@ def from_array(array: np.ndarray[Any, Any]) -> tuple[Leaf | None, tuple[Any, ...
             order = None
     dtype = plain.dtype
     is_plain = dtype.kind in _PLAIN_KINDS and dtype.isbuiltin != 2 and dtype.metadata is None
-    rebuild = (dtype.str if is_plain else dtype, plain.shape, _inverse(order))
-    if plain.nbytes == 0:
-        return None, rebuild
+    layout = (dtype.str if is_plain else dtype, plain.shape, _inverse(order))
+    nbytes = plain.nbytes
+    if nbytes == 0:
+        return None, layout
+    if plain.flags.c_contiguous:
+        return Leaf(plain, nbytes, address=plain.ctypes.data, is_borrowed=True), layout
     if not is_plain:
         # As opaque items: a copy of a structured dtype goes field by field and skips the padding.
         plain = plain.view(np.dtype((np.void, dtype.itemsize)))
-    return Leaf(_flat(plain), plain.nbytes, is_borrowed=True), rebuild
+    return Leaf(plain, nbytes, is_borrowed=True), layout
 
 
-def to_array(memory: Bytes, rebuild: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+def to_array(memory: Bytes, layout: Layout) -> np.ndarray[Any, Any]:
     """Rebuild an array around ``memory``, which it keeps alive and shares."""
-    description, shape, order = rebuild
+    description, shape, order = layout
     dtype = np.dtype(description)
     if memory.size:
         array: np.ndarray[Any, Any] = memory.view(dtype).reshape(shape)
@@ -238,9 +284,9 @@ def to_array(memory: Bytes, rebuild: tuple[Any, ...]) -> np.ndarray[Any, Any]:
 
 def from_bytes(data: bytes | bytearray) -> Leaf:
     """Take a byte string as it is."""
-    return Leaf(
-        np.frombuffer(data, dtype=np.uint8), len(data), is_borrowed=isinstance(data, bytearray)
-    )
+    array = np.frombuffer(data, dtype=np.uint8)
+    is_borrowed = isinstance(data, bytearray)
+    return Leaf(array, len(data), address=array.ctypes.data, is_borrowed=is_borrowed)
 
 
 # --- memory order -----------------------------------------------------------------------------
@@ -255,8 +301,3 @@ def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
     if order is None:
         return None
     return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """View an array that lies in one piece as plain bytes; others stay as they are."""
-    return array.reshape(-1).view(np.uint8) if array.flags.c_contiguous else array

@@ -7,9 +7,9 @@
     ...                                        # packed.head travels in the message
     tree = unpack(head, lease.array())         # tensors that alias the slot
 
-The head is a pickle of the tree in which each leaf is a persistent id: its place and how to rebuild
-it. Types, dtypes and bits are kept. Rebuilding runs the pickle: only for what one's own processes
-sent.
+The head is a pickle of the tree in which each leaf is a number, and of what these numbers mean:
+its place and how to rebuild it. Types, dtypes and bits are kept. Rebuilding runs the pickle: only
+for what one's own processes sent.
 """
 
 from __future__ import annotations
@@ -50,16 +50,23 @@ class Packed:
     Keeps every leaf's memory referenced until :meth:`drop`. Used by one thread at a time.
     """
 
+    __slots__ = ("_leaves", "has_device_leaves", "head", "leaf_nbytes", "nbytes")
+
     def __init__(self, head: bytes, leaves: list[Leaf]) -> None:
         #: Everything but the leaves' bytes.
         self.head: Final = head
         self._leaves = leaves
+        end, own, on_device = 0, 0, False
+        for leaf in leaves:
+            end = leaf.offset + leaf.nbytes
+            own += leaf.nbytes
+            on_device = on_device or leaf.is_on_device
         #: Room that the leaves need, each at a multiple of ``LEAF_ALIGNMENT``; 0: none.
-        self.nbytes: Final = sum(leaf.room for leaf in leaves)
+        self.nbytes: Final = end + padding(end)
         #: Sum of the leaves' own bytes.
-        self.leaf_nbytes: Final = sum(leaf.nbytes for leaf in leaves)
+        self.leaf_nbytes: Final = own
         #: Whether any byte has to come from an accelerator's memory.
-        self.has_device_leaves: Final = any(leaf.is_on_device for leaf in leaves)
+        self.has_device_leaves: Final = on_device
 
     def make_private(self, *, clone_device: bool) -> None:
         """Copy what the caller may overwrite: host leaves now, device leaves on its stream.
@@ -81,14 +88,18 @@ class Packed:
         Args:
             destination: 1-D uint8 host tensor of at least ``nbytes``.
         """
-        if destination.dtype is not torch.uint8 or destination.numel() < self.nbytes:
+        if (
+            destination.dtype is not torch.uint8
+            or destination.numel() < self.nbytes
+            or not destination.is_contiguous()
+            or not destination.is_cpu
+        ):
             raise InternalError(
                 f"A payload of {self.nbytes} bytes was to be written to {destination.numel()} "
-                f"elements of {destination.dtype}."
+                f"elements of {destination.dtype} on {destination.device}."
             )
         for leaf in self._leaves:
-            place = destination[leaf.offset : leaf.offset + leaf.nbytes]
-            leaf.write(place, non_blocking=non_blocking)
+            leaf.write(destination, non_blocking=non_blocking)
 
     def to_bytes(self) -> bytes:
         """Make one byte string of it all, for :func:`unpack_bytes`; waits for device leaves."""
@@ -179,9 +190,4 @@ def detach_copy(tree: Any) -> Any:
     packed = Packed(*trees.dump(tree, "output"))
     copies = {leaf.offset: leaf for leaf in packed._leaves}
 
-    def find(offset: int, nbytes: int) -> Bytes:
-        place = np.empty(nbytes, dtype=np.uint8)
-        copies[offset].write(torch.from_numpy(place), non_blocking=False)
-        return place
-
-    return trees.load(packed.head, find)
+    return trees.load(packed.head, lambda offset, _: copies[offset].to_private_array())

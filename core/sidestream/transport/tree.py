@@ -1,7 +1,8 @@
 """Trees of any objects as a pickle with holes, in which the leaves were.
 
-Each leaf is a persistent id of the pickle: a number, its kind, its place among the leaves' bytes,
-and how to rebuild it there.
+A head is two pickles in one: the tree's, in which each leaf is a number (and its class, where that
+is to be kept), and the list of what these numbers mean: a leaf's kind, its place among the leaves'
+bytes, how to rebuild it there. A tree that is nothing but a leaf has no pickle of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from sidestream.errors import SidestreamError
 from sidestream.transport import leaf as leaves
 from sidestream.transport.failure import describe_error
-from sidestream.transport.leaf import MIN_LEAF_BYTES, Bytes, Leaf
+from sidestream.transport.leaf import MIN_LEAF_BYTES, Bytes, Leaf, padding
 
 _TENSOR, _ARRAY, _BYTES, _BYTEARRAY = range(4)
 #: Types that are never leaves, by far the most of a tree's nodes.
@@ -46,35 +47,71 @@ class _Refused(Exception):
     """Something in the tree has no bytes that could travel."""
 
 
+#: What a head says of a leaf: kind, offset, bytes, layout.
+_Entry = tuple[int, int, int, tuple[Any, ...]]
+
+
+class _Leaves:
+    """The leaves of a tree, and what its head says of them."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.entries: list[_Entry] = []
+        self._nbytes = 0
+
+    def add(self, kind: int, obj: Any) -> None:
+        leaf: Leaf | None
+        layout: tuple[Any, ...] = ()
+        if kind == _TENSOR:
+            leaf, layout = leaves.from_tensor(obj)
+        elif kind == _ARRAY:
+            leaf, layout = leaves.from_array(obj)
+        else:
+            leaf = leaves.from_bytes(obj)
+        if leaf is None:
+            self.entries.append((kind, 0, 0, layout))
+            return
+        leaf.offset = self._nbytes
+        self._nbytes += leaf.nbytes + padding(leaf.nbytes)
+        self.leaves.append(leaf)
+        self.entries.append((kind, leaf.offset, leaf.nbytes, layout))
+
+    def head(self, tree: bytes) -> bytes:
+        return pickle.dumps((tree, self.entries), protocol=5)
+
+
 class _Pickler(pickle.Pickler):
     """Pickles a tree and pulls its leaves out; the same leaf twice is pulled out once."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
-        self.leaves: list[Leaf] = []
-        self._nbytes = 0
+        self.leaves = _Leaves()
         # By identity, with the object itself, which must outlive its id.
-        self._known: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
 
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+    def persistent_id(self, obj: Any) -> Any:
         cls = type(obj)
         if cls in _COMMON:
             return None
-        if isinstance(obj, torch.Tensor):
-            kind = _TENSOR
-        elif cls is np.ndarray or cls is np.memmap:
-            if obj.dtype.hasobject:
-                return None  # pickle walks its elements
-            kind = _ARRAY
-        elif (cls is bytes or cls is bytearray) and len(obj) >= MIN_LEAF_BYTES:
-            kind = _BYTES if cls is bytes else _BYTEARRAY
-        else:
+        kind = _kind(obj)
+        if kind is None:
             return None
         known = self._known.get(id(obj))
         if known is None:
-            pid = self._pull_out(kind, obj)
-            self._known[id(obj)] = known = obj, pid
+            self._known[id(obj)] = known = obj, self._pull_out(kind, obj)
         return known[1]
+
+    def _pull_out(self, kind: int, obj: Any) -> Any:
+        number, kept = len(self.leaves.entries), None
+        if kind == _TENSOR:
+            reason = leaves.refusal(obj)
+            if reason is not None:
+                raise _Refused(f"this tensor can't travel: {reason}.")
+            if type(obj) is not torch.Tensor:
+                obj, kept = leaves.without_class(obj)
+        self.leaves.add(kind, obj)
+        # A number alone costs least: pickle asks for the id of everything in an id, too.
+        return number if kept is None else (number, kept)
 
     def reducer_override(self, obj: Any) -> Any:
         pillow = sys.modules.get("PIL.Image")  # without it there is no image
@@ -88,25 +125,17 @@ class _Pickler(pickle.Pickler):
         colors = palette.mode, bytes(obj.getpalette(palette.mode))
         return make, arguments, (state, colors), None, None, _restore_image
 
-    def _pull_out(self, kind: int, obj: Any) -> tuple[Any, ...]:
-        leaf: Leaf | None
-        rebuild: tuple[Any, ...] = ()
-        if kind == _TENSOR:
-            reason = leaves.refusal(obj)
-            if reason is not None:
-                raise _Refused(f"this tensor can't travel: {reason}.")
-            leaf, rebuild = leaves.from_tensor(obj)
-        elif kind == _ARRAY:
-            leaf, rebuild = leaves.from_array(obj)
-        else:
-            leaf = leaves.from_bytes(obj)
-        number = len(self._known)
-        if leaf is None:
-            return number, kind, 0, 0, rebuild
-        leaf.offset = self._nbytes
-        self._nbytes += leaf.room
-        self.leaves.append(leaf)
-        return number, kind, leaf.offset, leaf.nbytes, rebuild
+
+def _kind(obj: Any) -> int | None:
+    """Tell what kind of leaf an object is; None: none."""
+    cls = type(obj)
+    if isinstance(obj, torch.Tensor):
+        return _TENSOR
+    if cls is np.ndarray or cls is np.memmap:
+        return None if obj.dtype.hasobject else _ARRAY  # pickle walks its elements
+    if (cls is bytes or cls is bytearray) and len(obj) >= MIN_LEAF_BYTES:
+        return _BYTES if cls is bytes else _BYTEARRAY
+    return None
 
 
 def _restore_image(image: Any, state: tuple[Any, tuple[str, bytes]]) -> None:
@@ -121,14 +150,18 @@ def dump(tree: Any, root: str) -> tuple[bytes, list[Leaf]]:
     Raises:
         PackingError: Something can't travel; names where it is.
     """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
     try:
+        if type(tree) is torch.Tensor and leaves.refusal(tree) is None:
+            taken = _Leaves()  # by far the most payloads
+            taken.add(_TENSOR, tree)
+            return taken.head(b""), taken.leaves
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
         pickler.dump(tree)
+        return pickler.leaves.head(buffer.getvalue()), pickler.leaves.leaves
     except Exception as error:  # noqa: BLE001 - boundary: classes of the payload run code here
         path, cause = _find_culprit(tree, root, error)
         raise PackingError(path, _explain(cause)) from cause
-    return buffer.getvalue(), pickler.leaves
 
 
 def _explain(cause: Exception) -> str:
@@ -195,25 +228,30 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> None:
-        super().__init__(io.BytesIO(head))
+    def __init__(
+        self, tree: bytes, entries: list[_Entry], find: Callable[[int, int], Bytes]
+    ) -> None:
+        super().__init__(io.BytesIO(tree))
+        self._entries = entries
         self._find = find
         self._known: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        number, kind, offset, nbytes, rebuild = pid
+        number, kept = (pid, None) if type(pid) is int else pid
         if number not in self._known:
-            memory = self._find(offset, nbytes) if nbytes else _EMPTY
-            self._known[number] = self._put_together(kind, memory, rebuild)
+            leaf = _put_together(self._entries[number], self._find)
+            self._known[number] = leaf if kept is None else leaves.with_class(leaf, kept)
         return self._known[number]
 
-    @staticmethod
-    def _put_together(kind: int, memory: Bytes, rebuild: tuple[Any, ...]) -> Any:
-        if kind == _TENSOR:
-            return leaves.to_tensor(memory, rebuild)
-        if kind == _ARRAY:
-            return leaves.to_array(memory, rebuild)
-        return memory.tobytes() if kind == _BYTES else bytearray(memory.data)
+
+def _put_together(entry: _Entry, find: Callable[[int, int], Bytes]) -> Any:
+    kind, offset, nbytes, layout = entry
+    memory = find(offset, nbytes) if nbytes else _EMPTY
+    if kind == _TENSOR:
+        return leaves.to_tensor(memory, layout)
+    if kind == _ARRAY:
+        return leaves.to_array(memory, layout)
+    return memory.tobytes() if kind == _BYTES else bytearray(memory.data)
 
 
 def load(head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> Any:
@@ -223,7 +261,10 @@ def load(head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> Any:
         UnpackingError: A class can't be imported here, or refuses its own state.
     """
     try:
-        return _Unpickler(head, find).load()
+        tree, entries = pickle.loads(head)
+        if not tree:
+            return _put_together(entries[0], find)
+        return _Unpickler(tree, entries, find).load()
     except MemoryError:
         raise
     except Exception as error:  # boundary: classes of the payload run their own code here
