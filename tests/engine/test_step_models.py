@@ -64,6 +64,10 @@ def directly(kind, folder, platform, requests):
     return outputs
 
 
+def slots(engine):
+    return engine.executor.collective_rpc("describe")[0]["slots"]
+
+
 @pytest.mark.parametrize("platform", ["cpu", "sim"])
 def test_qwen_images_that_take_turns_have_the_librarys_pixels(platform):
     folder = find_source("digits", None).model
@@ -136,12 +140,15 @@ def test_helios_videos_of_a_worker_on_sim_have_the_librarys_pixels_behind_an_abo
         start_timeout_s=100,
     )
     with DiffusionEngine(config) as engine:
+        assert slots(engine).made == 1  # the model knows the size of its videos
         aborted = engine.submit(DiffusionRequest("a dog", replace(HELIOS, num_frames=100)))
         handle = engine.submit(requests[0])
         next(aborted.events())
         result = aborted.abort(wait=True)
         chunks = [e.output for e in handle.events() if e.kind is EventKind.CHUNK]
         output = handle.result()
+        assert output.timings.carrier == "slot"
+        assert slots(engine).made == 1
     assert result.outcome == sidestream.AbortOutcome.STOPPED
     (whole,) = directly(diffusers.HeliosPipeline, helios, "sim", requests)
     assert torch.equal(output.output, whole)

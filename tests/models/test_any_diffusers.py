@@ -17,6 +17,7 @@ from sidestream.models.registry import find_source
 from sidestream.models.video_checkpoint import build_video_pipeline
 from sidestream.request import DiffusionRequest, SamplingParams
 
+from .output_bytes import assert_known
 from .tiny_pipelines import flux, qwen_image, saved, stable_diffusion_3, z_image
 
 pytestmark = pytest.mark.slow
@@ -122,6 +123,17 @@ class TestEachPipeline:
         ).images
         assert torch.equal(payload, expected)
 
+    @pytest.mark.parametrize(
+        "changed",
+        [{}, {"output_type": "float"}, {"num_outputs_per_prompt": 2}, {"height": 32, "width": 48}],
+    )
+    def test_the_bytes_of_an_output_are_known_of_some_classes(self, changed, adapter):
+        own = request(**changed)
+        if type(adapter.pipeline).__name__ == "QwenImagePipeline":  # has an adapter of its own
+            assert adapter.output_nbytes(own.sampling_params) is None
+        else:
+            assert_known(adapter, own)
+
     @pytest.mark.parametrize(("task", "steps"), [("text to image", 3), ("image to image", 2)])
     def test_stepped_it_gives_the_same_bits(self, task, steps, adapter):
         own = request(inputs=TASKS[task][0], num_inference_steps=3)
@@ -214,6 +226,14 @@ class TestRequests:
         adapter = AnyDiffusers(one.pipeline, {"num_frames": 5, "num_inference_steps": 2})
         own = DiffusionRequest("a red apple", SamplingParams(height=64, width=64, seed=7))
         assert torch.equal(adapter.forward([own])[0], one.forward([request()])[0])
+
+    def test_a_size_that_the_pipeline_rounds_has_the_bytes_of_the_rounded_one(self, one):
+        assert one.pipeline.vae_scale_factor == 2
+        assert_known(one, request(height=66, width=70))
+
+    def test_the_default_size_is_the_pipelines(self, one):
+        assert one.output_nbytes(SamplingParams()) == 3 * 256 * 256
+        assert one.output_nbytes(replace(PARAMS, output_type="latent")) is None
 
     def test_an_unknown_input_is_refused(self, one):
         with pytest.raises(InvalidRequestError, match="'picture' is not an argument"):

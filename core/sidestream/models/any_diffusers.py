@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -13,6 +13,7 @@ from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting, Dif
 from sidestream.errors import ConfigError, InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.greenlet_steps import GreenletSteps
+from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import leave_raw, processors
 from sidestream.models.registry import read_defaults
@@ -39,6 +40,13 @@ _RAW: Final = "pt"
 _COUNTS: Final = ("num_images_per_prompt", "num_videos_per_prompt")
 #: Classes of which a test has compared a batch with its members alone.
 _BATCHING: Final = frozenset({"FluxPipeline", "StableDiffusion3Pipeline", "ZImagePipeline"})
+#: Classes of which a test has compared the bytes of outputs: the height and width that they make
+#: by default, and what they round others down to a multiple of.
+_SIZES: Final[Mapping[str, Callable[[Any], tuple[int, int]]]] = {
+    "FluxPipeline": lambda pipeline: (_sample_size(pipeline), 2 * pipeline.vae_scale_factor),
+    "StableDiffusion3Pipeline": lambda pipeline: (_sample_size(pipeline), 1),
+    "ZImagePipeline": lambda pipeline: (1024, 1),
+}
 #: Classes that fail with more than one output in a call, by the beginnings of their names:
 #: HunyuanVideo-1.5's mask does not fit a batch, Helios draws too few latents.
 _ONE_BY_ONE: Final = ("HunyuanVideo15", "Helios")
@@ -104,6 +112,21 @@ class AnyDiffusers(GreenletSteps):
         if len(calls) > 1 and not all(first.may_share(call) for call in calls):
             return [self._sample([call])[0] for call in calls]
         return self._sample(calls)
+
+    def output_nbytes(self, params: SamplingParams) -> int | None:
+        """Give the bytes of one output; None for videos, latents, and classes not known."""
+        params, pipeline = params.with_defaults(self.defaults), self.pipeline
+        size_of = _SIZES.get(type(pipeline).__name__)
+        if size_of is None or params.output_type == "latent" or "latents" in params.extra:
+            return None
+        default, multiple = size_of(pipeline)
+        return decoded_nbytes(
+            params,
+            pipeline.vae.dtype,
+            count=params.num_outputs_per_prompt or 1,
+            height=(params.height or default) // multiple * multiple,
+            width=(params.width or default) // multiple * multiple,
+        )
 
     def _sample(self, calls: Sequence[_Call]) -> list[Any]:
         first, pipeline = calls[0], calls[0].pipeline
@@ -204,6 +227,10 @@ class _Call:
             "count": self.params.num_outputs_per_prompt or 1,
             "output_type": self.output_type,
         }
+
+
+def _sample_size(pipeline: Any) -> int:
+    return int(pipeline.default_sample_size * pipeline.vae_scale_factor)
 
 
 def _is_one_by_one(pipeline: Any) -> bool:

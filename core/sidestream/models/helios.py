@@ -11,12 +11,13 @@ from torch import Tensor
 from sidestream.models.diffusers_pipeline import named_arguments, with_signature_defaults
 from sidestream.models.helios_steps import HeliosState, HeliosSteps
 from sidestream.models.video import DiffusersVideo, LatentScale
+from sidestream.models.video_size import VideoSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sidestream.models.step import StepState
-    from sidestream.request import DiffusionRequest
+    from sidestream.request import DiffusionRequest, SamplingParams
 
 #: Arguments that the stages know; with others, such as an image, the library's call is suspended.
 _STEPPED: Final = frozenset(
@@ -71,6 +72,13 @@ class Helios(DiffusersVideo):
                 self._moved.clear()
             self._moved[numbers] = indices.to(device)
         return self._moved[numbers]
+
+    def _is_size_known(self, params: SamplingParams) -> bool:
+        # An image or a video to go on from adds frames.
+        return params.extra.keys() <= _STEPPED
+
+    def _size(self, given: Mapping[str, Any]) -> VideoSize:
+        return self._steps.size(given)
 
     @torch.no_grad()
     def prepare_encode(self, request: DiffusionRequest) -> StepState:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sidestream.models.helios_plan import ChunkPlan, time_indices
 from sidestream.models.step import StepState
+from sidestream.models.video_size import VideoSize
 
 if TYPE_CHECKING:
     from diffusers import HeliosPipeline
@@ -63,6 +64,19 @@ class HeliosSteps:
 
     def _frames_of_a_chunk(self, given: Mapping[str, Any]) -> int:
         return (int(given["num_latent_frames_per_chunk"]) - 1) * self._frames_per_latent + 1
+
+    def size(self, given: Mapping[str, Any]) -> VideoSize:
+        """Tell how large a video of such a call is: a few frames at its end are cut off."""
+        pipeline, factor = self._pipeline, self._frames_per_latent
+        chunks, (rows, columns) = self.count_chunks(given), _grid(pipeline, given)
+        return VideoSize(
+            channels=pipeline.transformer.config.in_channels,
+            latents=chunks * given["num_latent_frames_per_chunk"],
+            frames=(chunks * self._frames_of_a_chunk(given) - 1) // factor * factor + 1,
+            rows=rows,
+            columns=columns,
+            scale=pipeline.vae_scale_factor_spatial,
+        )
 
     def prepare(
         self, request: DiffusionRequest, params: SamplingParams, given: Mapping[str, Any]
@@ -114,8 +128,9 @@ class HeliosSteps:
         history_sizes = sorted(given["history_sizes"], reverse=True)
         config, patch = scheduler.config, pipeline.transformer.config.patch_size
         rows, columns = _grid(pipeline, given)
-        sigmas, factor = given["sigmas"], self._frames_per_latent
-        sigmas = np.linspace(0.999, 0.0, steps + 1)[:-1] if sigmas is None else sigmas
+        sigmas = given["sigmas"]
+        if sigmas is None:
+            sigmas = np.linspace(0.999, 0.0, steps + 1)[:-1]
         mu = calculate_shift(
             latents * rows * columns // (patch[0] * patch[1] * patch[2]),
             config.get("base_image_seq_len", 256),
@@ -124,11 +139,10 @@ class HeliosSteps:
             config.get("max_shift", 1.15),
         )
         scheduler.set_timesteps(steps, device="cpu", sigmas=sigmas, mu=mu)  # only to count them
-        num_chunks, num_frames = self.count_chunks(given), self._frames_of_a_chunk(given)
         return ChunkPlan(
-            num_chunks=num_chunks,
-            num_frames=num_frames,
-            kept_frames=(num_chunks * num_frames - 1) // factor * factor + 1,
+            num_chunks=self.count_chunks(given),
+            num_frames=self._frames_of_a_chunk(given),
+            kept_frames=self.size(given).frames,
             height=given["height"],
             width=given["width"],
             num_inference_steps=steps,

@@ -7,6 +7,7 @@ layout and other code; it goes through ``hunyuan_image3_released``.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.hunyuan_image3_transformer import Canvas, HunyuanImage3Transformer, Prefix
+from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
 from sidestream.models.sharding import load_shard
@@ -179,6 +181,18 @@ class HunyuanImage3:
         videos = [vae.decode(one[None, :, None], return_dict=False)[0] for one in latents]
         return torch.cat([video[:, :, 0] for video in videos])
 
+    def output_nbytes(self, params: SamplingParams) -> int | None:
+        """Give the bytes of one output."""
+        params = params.with_defaults(self.defaults)
+        outputs, height, width = params.num_outputs_per_prompt or 1, params.height, params.width
+        assert height is not None  # there is a default
+        assert width is not None
+        if params.output_type == "latent":
+            values = outputs * math.prod(self._latent_shape(height, width))
+            return values * torch.float32.itemsize
+        dtype = self.pipeline.vae.dtype
+        return decoded_nbytes(params, dtype, count=outputs, height=height, width=width)
+
     def _tokens(self, prompt: str, outputs: int, guided: bool, device: torch.device) -> Tensor:
         config = self.pipeline.transformer.config
         text = self.pipeline.tokenizer(prompt).input_ids
@@ -192,12 +206,7 @@ class HunyuanImage3:
         """Draw the noise on the host, or check what the request gives."""
         assert params.height is not None  # there is a default
         assert params.width is not None
-        factor = self.pipeline.vae.config.spatial_compression_ratio
-        shape = (
-            self.pipeline.transformer.config.latent_channels,
-            params.height // factor,
-            params.width // factor,
-        )
+        shape = self._latent_shape(params.height, params.width)
         drawn = generators(params)
         if latents is None:
             return torch.stack([torch.randn(shape, generator=one) for one in drawn])
@@ -208,6 +217,11 @@ class HunyuanImage3:
                 request_id=None,
             )
         return latents.float()
+
+    def _latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        factor = self.pipeline.vae.config.spatial_compression_ratio
+        channels: int = self.pipeline.transformer.config.latent_channels
+        return channels, height // factor, width // factor
 
     def _check(self, request: DiffusionRequest, params: SamplingParams) -> None:
         multiple = self.pipeline.vae.config.spatial_compression_ratio

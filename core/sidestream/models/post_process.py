@@ -17,6 +17,7 @@ from sidestream.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
     from PIL.Image import Image
     from torch import Tensor
 
@@ -74,6 +75,17 @@ def decoded_to_frames(decoded: Any, params: SamplingParams) -> Tensor:
             f"{tuple(decoded.shape)}."
         )
     return decoded_to_output(decoded[0].movedim(1, 0), params)
+
+
+def decoded_nbytes(
+    params: SamplingParams, dtype: torch.dtype, *, count: int, height: int, width: int
+) -> int:
+    """Give the bytes that either of these leaves of ``count`` images or frames in ``dtype``.
+
+    Not for latents, whose shape is the model's own.
+    """
+    item_bytes = dtype.itemsize if params.output_type == "float" else 1
+    return count * height * width * 3 * item_bytes
 
 
 def _denormalize(decoded: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
+from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.qwen_image_steps import QwenImageState, QwenImageSteps
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
@@ -178,10 +179,13 @@ class QwenImage:
         if params.output_type == "latent":
             return None
         default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
-        values = 3 * (params.height or default) * (params.width or default)
-        is_float = params.output_type == "float"
-        item_bytes = self.pipeline.vae.dtype.itemsize if is_float else 1
-        return int(values * item_bytes * (params.num_outputs_per_prompt or 1))
+        return decoded_nbytes(
+            params,
+            self.pipeline.vae.dtype,
+            count=params.num_outputs_per_prompt or 1,
+            height=params.height or default,
+            width=params.width or default,
+        )
 
     def _finish(self, latents: Tensor, params: SamplingParams) -> Tensor:
         return latents if params.output_type == "latent" else self._decode(latents, params)

@@ -10,12 +10,17 @@ from diffusers import LTXPipeline, WanPipeline
 from torch import Tensor
 
 from sidestream.errors import InvalidRequestError
-from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
+from sidestream.models.diffusers_pipeline import (
+    load_pretrained,
+    named_arguments,
+    with_signature_defaults,
+)
 from sidestream.models.greenlet_steps import GreenletSteps
 from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import RAW, leave_raw
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
+from sidestream.models.video_size import VideoSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,9 +45,9 @@ class DiffusersVideo(GreenletSteps):
     #: The pipeline's class.
     pipeline_class: ClassVar[Any]
     #: The library would round other sizes down.
-    size_multiple: ClassVar[int]
+    size_multiple: int
     #: Frames are one more than a multiple of it; 1: any number.
-    frame_multiple: ClassVar[int] = 1
+    frame_multiple: int = 1
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
         self.pipeline = pipeline
@@ -74,6 +79,22 @@ class DiffusersVideo(GreenletSteps):
         """
         return [self._sample(request) for request in requests]
 
+    def output_nbytes(self, params: SamplingParams) -> int | None:
+        """Give the bytes of one video, or of its latents; None: not possible, or not known."""
+        params = params.with_defaults(self.defaults)
+        if self._refused(params)[1] is not None or not self._is_size_known(params):
+            return None
+        call = {**self._fields(params), **params.extra}
+        given = with_signature_defaults(self.pipeline.__call__, call)
+        return self._size(given).nbytes(params, self.pipeline.vae.dtype)
+
+    def _is_size_known(self, params: SamplingParams) -> bool:
+        return "latents" not in params.extra
+
+    def _size(self, given: Mapping[str, Any]) -> VideoSize:
+        """Tell what a call with the arguments ``given`` makes."""
+        raise NotImplementedError
+
     def _sample(self, request: DiffusionRequest) -> Tensor:
         params, call = self._call(request)
         if self.on_step is not None:
@@ -91,13 +112,17 @@ class DiffusersVideo(GreenletSteps):
         params = request.sampling_params.with_defaults(self.defaults)
         self._check(request, params)
         named = named_arguments(self.pipeline.__call__, request)
-        call = {name: getattr(params, name) for name in _FIELDS}
+        call = self._fields(params)
         if "prompt_embeds" not in named:
             call["prompt"] = request.prompt
-        if "negative_prompt_embeds" not in named:
+        if "negative_prompt_embeds" not in named and params.negative_prompt is not None:
             call["negative_prompt"] = params.negative_prompt
-        given = {name: value for name, value in call.items() if value is not None}
-        return params, {**given, **named, "generator": generators(params)[0]}
+        return params, {**call, **named, "generator": generators(params)[0]}
+
+    @staticmethod
+    def _fields(params: SamplingParams) -> dict[str, Any]:
+        values = {name: getattr(params, name) for name in _FIELDS}
+        return {name: value for name, value in values.items() if value is not None}
 
     def _check(self, request: DiffusionRequest, params: SamplingParams) -> None:
         name, why = self._refused(params)
@@ -128,12 +153,23 @@ class Wan(DiffusersVideo):
     """Wan 2.1 and 2.2, text to video."""
 
     pipeline_class = WanPipeline
-    size_multiple = 16
-    frame_multiple = 4
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
         super().__init__(pipeline, defaults)
         self._latents = LatentScale(pipeline)
+        # Its second expert may be all that there is.
+        self._config = (pipeline.transformer or pipeline.transformer_2).config
+        # 16 or, where the VAE makes patches of its own, 32.
+        self.size_multiple = pipeline.vae_scale_factor_spatial * self._config.patch_size[1]
+        self.frame_multiple = pipeline.vae_scale_factor_temporal
+
+    def _size(self, given: Mapping[str, Any]) -> VideoSize:
+        return VideoSize.of(
+            given,
+            channels=self._config.in_channels,
+            scale=self.pipeline.vae_scale_factor_spatial,
+            factor=self.pipeline.vae_scale_factor_temporal,
+        )
 
     def _run(self, params: SamplingParams, call: Mapping[str, Any]) -> Tensor:
         latents: Tensor = self.pipeline(**call, output_type="latent", return_dict=False)[0]
@@ -147,6 +183,14 @@ class LTX(DiffusersVideo):
     pipeline_class = LTXPipeline
     size_multiple = 32
     frame_multiple = 8
+
+    def _size(self, given: Mapping[str, Any]) -> VideoSize:
+        return VideoSize.of(
+            given,
+            channels=self.pipeline.transformer.config.in_channels,
+            scale=self.pipeline.vae_spatial_compression_ratio,
+            factor=self.pipeline.vae_temporal_compression_ratio,
+        )
 
 
 class LatentScale:
