@@ -9,9 +9,13 @@ import math
 import pytest
 import torch
 
+from sidestream.bench.blocks import BLOCK, ratio_of, run_blocks
 from sidestream.bench.bubble import bubble
+from sidestream.bench.budget import planned_s
 from sidestream.bench.handoff import first_of_batch, handoff
 from sidestream.bench.overload import overload
+from sidestream.bench.plan import DEVICE
+from sidestream.bench.run import TABLES
 from sidestream.bench.series import Session, run_series, sample_of
 from sidestream.bench.slowdown import slowdown
 from sidestream.bench.table import Table, percentile
@@ -33,8 +37,8 @@ def session():
 
 
 def test_throughput_counts_outputs_of_both_ways_as_shares_of_the_limit(session):
-    table, cells, samples = throughput(session, [SMALL], rounds=2, seconds=0.05)
-    (row,), (cell,) = table.rows, cells
+    (found,) = throughput(session, [SMALL], rounds=2, seconds=0.05)
+    (row,), (cell,), samples = found.tables[0].rows, found.cells, found.samples
     assert len(cell.on) == len(cell.off) == 2
     assert row["carrier"] == "slot"
     assert row["made"] == 0
@@ -43,12 +47,13 @@ def test_throughput_counts_outputs_of_both_ways_as_shares_of_the_limit(session):
 
 
 def test_forwards_that_wait_find_the_device_idle_and_others_do_not(session):
-    table, _ = bubble(session, [dataclasses.replace(SMALL, forward_s=0.02)], count=12)
-    found = {(row["output"], row["waits"]): row["found_idle"] for row in table.rows}
-    forwards = table.rows[0]["forwards"]
-    assert found["on", True] == found["off", True] == forwards
-    assert found["on", False] < forwards / 2
-    assert all(row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in table.rows)
+    (findings,) = bubble(session, [dataclasses.replace(SMALL, forward_s=0.02)], count=12)
+    rows = {(row["output"], row["waits"]): row for row in findings.tables[0].rows}
+    assert all(
+        rows[way, True]["found_idle"] == rows[way, True]["forwards"] for way in ("on", "off")
+    )
+    assert rows["on", False]["found_idle"] < rows["on", False]["forwards"] / 2
+    assert all(row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in rows.values())
 
 
 def test_a_dropped_output_is_made_and_not_moved(session):
@@ -58,7 +63,35 @@ def test_a_dropped_output_is_made_and_not_moved(session):
     assert [s.timings.nbytes for s in kept.samples] == [SMALL.nbytes] * 4
     assert [s.timings.nbytes for s in dropped.samples] == [0] * 4
     assert len(dropped.forwards) == len(kept.forwards) == 4
-    assert slowdown(session, [SMALL], rounds=1, count=4).rows[0]["kept_ms"] > 0
+
+
+def test_kept_and_dropped_outputs_are_compared_in_blocks_that_take_turns(session):
+    pairs = run_blocks(session.engine("on"), SMALL, SMALL.without_output(), 2)
+    began = [[forward.began_at for forward in block] for pair in pairs for block in pair]
+    # Kept, dropped, dropped, kept; each with the one forward that follows it.
+    in_turn = began[0] + began[1][1:] + began[3][1:] + began[2][1:]
+    assert in_turn == sorted(set(in_turn))
+    assert len(in_turn) == 4 * BLOCK + 1
+    (found,) = slowdown(session, [SMALL], rounds=1, seconds=0.05)
+    (row,) = found.tables[0].rows
+    assert row["pairs"] == 1
+    assert row["forward_ratio"] > 0
+    assert row["period_ratio"] > 0
+
+
+def test_a_ratio_lies_in_its_interval_which_shrinks_with_more_pairs():
+    spread = [(1 + 0.1 * (number % 5 - 2), 1.0) for number in range(25)]
+    few, many = ratio_of(spread[:10]), ratio_of(40 * spread)
+    assert few.low < few.value == 1.0 < few.high
+    assert few.high - few.low > many.high - many.low
+    assert ratio_of([(1.02, 1.0)] * 9).interval == "1.0200-1.0200"
+    assert math.isnan(ratio_of([]).value)
+
+
+def test_all_tables_of_an_accelerator_fit_in_six_minutes():
+    planned = {name: planned_s(name, DEVICE, engines=2) for name in TABLES}
+    assert min(planned.values()) > 0
+    assert sum(planned.values()) < 360, planned
 
 
 def test_a_handoff_moves_the_pixels_once_and_makes_nothing(session):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from sidestream.bench.findings import Findings
 from sidestream.bench.series import Sample, Series, Session, Way, run_series, warm_up
 from sidestream.bench.table import Table, known, median, percentile
 from sidestream.bench.workload import Workload
@@ -13,17 +14,19 @@ from sidestream.bench.workload import Workload
 #: The goals of a forward that never waits for the device, in microseconds.
 _P50_US: Final = 50.0
 _P99_US: Final = 200.0
+WAYS: Final[tuple[Way, ...]] = ("on", "off")
 
 
 def bubble(
-    session: Session, workloads: Sequence[Workload], *, count: int = 300
-) -> tuple[Table, list[Sample]]:
+    session: Session, workloads: Sequence[Workload], *, count: int = 200
+) -> Iterator[Findings]:
     """Measure the gaps of ``count`` forwards of each workload, both ways.
 
     A gap is from the end of one forward's last kernel to the end of the next one's first, which is
     very small: device time by events, and no less than what the device idled. Each workload also
     runs with a wait for the device at the end of its forward, as many pipelines have one: then the
-    host is never ahead, and the gap is what the host does between two forwards.
+    host is never ahead, and the gap is what the host does between two forwards. Those need half as
+    many. Gives the table after each workload, and its outputs for a trace.
     """
     table = Table(
         name="bubble",
@@ -32,12 +35,18 @@ def bubble(
     samples: list[Sample] = []
     for workload in workloads:
         for waits in (False, True):
-            for way in ("on", "off"):
-                series = _run(session, dataclasses.replace(workload, waits=waits), way, count)
+            for way in WAYS:
+                kind = dataclasses.replace(workload, waits=waits)
+                series = _run(session, kind, way, waiting(count) if waits else count)
                 _report(table, session, workload, series, way, waits)
                 if way == "on" and not waits:
                     samples = list(series.samples)
-    return table, samples
+        yield Findings(tables=[table], samples=samples)
+
+
+def waiting(count: int) -> int:
+    """Give how many forwards that wait for the device are measured beside ``count`` others."""
+    return max(4, count // 2)
 
 
 def _run(session: Session, workload: Workload, way: Way, count: int) -> Series:

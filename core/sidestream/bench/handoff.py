@@ -27,12 +27,15 @@ _READY_FACTOR: Final = 1.1
 _READY_PLUS_S: Final = 0.0005
 _D2H_SHARE: Final = 0.9
 _WORKSPACE_BYTES: Final = 64 << 20
-_BATCH: Final = 8
+LONE_FORWARD_S: Final = 0.005
+BATCH: Final = 8
+BATCHES: Final = 20
+BATCH_FORWARD_S: Final = 0.02
 _PROFILED: Final = 5
 
 
 def handoff(
-    session: Session, outputs: Sequence[str], *, forward_s: float = 0.005, count: int = 60
+    session: Session, outputs: Sequence[str], *, forward_s: float = LONE_FORWARD_S, count: int = 60
 ) -> tuple[Table, list[Sample]]:
     """Measure ``count`` lone requests for each kind of output.
 
@@ -55,19 +58,19 @@ def handoff(
     return table, samples
 
 
-def first_of_batch(session: Session, outputs: Sequence[str], *, rounds: int = 20) -> Table:
+def first_of_batch(session: Session, outputs: Sequence[str], *, rounds: int = BATCHES) -> Table:
     """Measure when the first and the last output of a forward over eight requests is ready."""
     table = Table(
-        name="batch", title=f"Outputs of a forward over {_BATCH} requests: ready after its end"
+        name="batch", title=f"Outputs of a forward over {BATCH} requests: ready after its end"
     )
     # The wait is only there to be filled: eight requests are sent at once.
-    engine = session.engine("on", max_batch_size=_BATCH, max_batch_wait_s=0.2)
+    engine = session.engine("on", max_batch_size=BATCH, max_batch_wait_s=0.2)
     for output in outputs:
-        workload = Workload(output=output, forward_s=0.02)
+        workload = Workload(output=output, forward_s=BATCH_FORWARD_S)
         warm_up(engine, workload)
         firsts, lasts = [], []
         for _ in range(rounds):
-            series = run_series(engine, workload, _BATCH, window=_BATCH)
+            series = run_series(engine, workload, BATCH, window=BATCH)
             if len(series.forwards) != 1:
                 continue
             ready = _ready_s(series)
@@ -81,12 +84,12 @@ def first_of_batch(session: Session, outputs: Sequence[str], *, rounds: int = 20
             last_ms=1e3 * median(lasts),
             share=share,
             pure_copy_ms=1e3 * pure_s,
-            bound=1 / _BATCH,
+            bound=1 / BATCH,
             forwards=len(firsts),
         )
         if session.has_device:
-            table.goal(f"{output}: first of {_BATCH}, share of the whole", share, bound=0.25)
-    session.drop("on", max_batch_size=_BATCH, max_batch_wait_s=0.2)
+            table.goal(f"{output}: first of {BATCH}, share of the whole", share, bound=0.25)
+    session.drop("on", max_batch_size=BATCH, max_batch_wait_s=0.2)
     return table
 
 

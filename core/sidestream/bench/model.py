@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from sidestream.bench.run import Findings
+from sidestream.bench.blocks import ratio_of
+from sidestream.bench.findings import Findings
 from sidestream.bench.series import Sample
-from sidestream.bench.table import Table, median, percentile
+from sidestream.bench.table import Table, median
 from sidestream.config import EngineConfig
 from sidestream.engine import DiffusionEngine
 from sidestream.request import DiffusionRequest, SamplingParams
@@ -24,13 +25,17 @@ def model_throughput(
     requests: int = 8,
     rounds: int = 3,
     steps: int | None = None,
-) -> Findings:
+) -> Iterator[Findings]:
     """Measure a model at each size (height, width; None: its own), both ways in turn.
 
     ``config`` are fields of :class:`EngineConfig`. Both engines run at a time, so the device has
-    to hold the model twice. A series' clock starts at its first output.
+    to hold the model twice. A series' clock starts at its first output; the change is the median of
+    those of ``rounds`` rounds. Gives the table after each size.
     """
-    table = Table(name="model", title="Requests/s without and with asynchronous output")
+    table = Table(
+        name="model",
+        title=f"{config['model']}: requests/s without and with asynchronous output",
+    )
     samples: list[Sample] = []
     with (
         DiffusionEngine(EngineConfig(**config, async_output=False)) as off,
@@ -47,13 +52,16 @@ def model_throughput(
             rates: dict[DiffusionEngine, list[float]] = {off: [], on: []}
             for engine in (off, on):
                 _series(engine, size, _WARM, steps)
-            for _ in range(rounds):
-                for engine in (off, on):
-                    samples = _series(engine, size, requests, steps)
-                    first, last = samples[0].taken_at, samples[-1].taken_at
+            for number in range(rounds):
+                # Every other round the other way first: a drift of the machine favors neither.
+                for engine in (off, on) if number % 2 == 0 else (on, off):
+                    taken = _series(engine, size, requests, steps)
+                    first, last = taken[0].taken_at, taken[-1].taken_at
                     rates[engine].append((requests - 1) / (last - first))
+                    if engine is on:
+                        samples = taken
             _report(table, size, rates[off], rates[on])
-    return Findings(tables=[table], samples=samples)
+            yield Findings(tables=[table], samples=samples)
 
 
 def _series(
@@ -77,19 +85,22 @@ def _series(
 def _report(
     table: Table, size: tuple[int, int] | None, off: Sequence[float], on: Sequence[float]
 ) -> None:
-    before, after = median(off), median(on)
-    spread = max(percentile(rates, 1.0) - min(rates) for rates in (off, on)) / before
-    change = (after - before) / before
+    ratio = ratio_of(list(zip(on, off, strict=True)))
     table.rows.append(
         {
             "Resolution": "the model's own" if size is None else f"{size[0]}x{size[1]}",
-            "Async Off (QPS)": before,
-            "Async On (QPS)": after,
-            "Change": f"{100 * change:+.2f}%",
-            "Spread": f"{100 * spread:.2f}%",
+            "Async Off (QPS)": median(off),
+            "Async On (QPS)": median(on),
+            "Change": _percent(ratio.value),
+            "95 %": f"{_percent(ratio.low)} to {_percent(ratio.high)}",
+            "Rounds": ratio.pairs,
         }
     )
-    if abs(change) <= spread:
+    if ratio.low <= 1 <= ratio.high:
         table.notes.append(
             f"{table.rows[-1]['Resolution']}: the change is within the spread of the rounds."
         )
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.2f}%"

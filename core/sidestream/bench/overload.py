@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.bench.series import Session, call, limit_of, settle, warm_up
 from sidestream.bench.table import Table, percentile
+from sidestream.bench.throughput import requests_in
 from sidestream.bench.workload import Workload
 from sidestream.errors import QueueFullError
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from sidestream.engine import DiffusionEngine
     from sidestream.output import DiffusionOutput
 
-_LOADS: Final = (0.5, 1.0, 2.0, 4.0)
+LOADS: Final = (0.5, 1.0, 2.0, 4.0)
+#: Requests whose outputs nobody takes.
+LYING: Final = 32
 _QUEUE: Final = 16
 _CONFIG: Final[dict[str, Any]] = {"max_queued_requests": _QUEUE}
 #: Under overload nothing may be lost of what the device can do.
@@ -33,9 +36,8 @@ def overload(session: Session, workload: Workload, *, seconds: float = 2.0) -> T
     table = Table(name="overload", title="Requests at a fixed pace, with a queue of 16")
     engine = session.engine("on", **_CONFIG)
     warm_up(engine, workload)
-    count = max(6, min(200, round(seconds / workload.forward_s)))
-    limit = limit_of(engine, workload, count)
-    for load in _LOADS:
+    limit = limit_of(engine, workload, requests_in(seconds, workload))
+    for load in LOADS:
         _offer(table, session, engine, workload, limit, load, seconds)
     session.drop("on", **_CONFIG)
     _let_lie(table, session, workload)
@@ -94,8 +96,8 @@ def _let_lie(table: Table, session: Session, workload: Workload) -> None:
     """Submit without taking anything, see what is held, then take it all."""
     allowed = 8 * workload.nbytes
     engine = session.engine("on", host_buffer_bytes=allowed)
-    count = 32
-    handles = [engine.submit(request) for request in workload.requests(count)]
+    warm_up(engine, workload)
+    handles = [engine.submit(request) for request in workload.requests(LYING)]
     previous = -1
     while (ready := sum(handle.done() for handle in handles)) > previous:
         previous = ready

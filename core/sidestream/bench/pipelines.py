@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sidestream.config import PipelineConfig
     from sidestream.platforms.device import DeviceEvent
 
-    #: Host seconds and when they ended, the events at both ends, whether the device was idle.
+    #: When the host began and was done, the events at both ends, whether the device was idle.
     _Marks = tuple[float, float, DeviceEvent | None, DeviceEvent | None, bool | None]
 
 REFERENCE: Final = "sidestream.bench.pipelines:Synthetic"
@@ -38,7 +38,8 @@ _KEPT: Final = 4096
 class Forward:
     """One forward, as its pipeline saw it."""
 
-    #: From the first to the last launch, on the host.
+    #: ``time.monotonic()`` before its first launch, and from there to its last one.
+    began_at: float
     host_s: float
     #: From the end of its first, very small kernel to the end of its last, on the device; None
     #: where there are no timed events.
@@ -90,14 +91,14 @@ class Synthetic:
         """Queue one forward; every member of a batch gets an output of its own."""
         workload = Workload.of(requests[0])
         found_idle = None if self._last is None else self._last.query()
-        began = time.perf_counter()
+        began_at = time.monotonic()
         self._work.tick()
         first = self._mark()
         self._work.queue(workload.kind, workload.forward_s)
         outputs = [self._output(workload, r.sampling_params.seed or 0) for r in requests]
-        host_s = time.perf_counter() - began
+        launched_at = time.monotonic()
         self._last = self._mark()
-        self._marks.append((host_s, time.monotonic(), first, self._last, found_idle))
+        self._marks.append((began_at, launched_at, first, self._last, found_idle))
         if workload.waits:
             self._platform.synchronize_device(self.device)
         return outputs if workload.keeps else [DROPPED] * len(requests)
@@ -114,7 +115,6 @@ class Synthetic:
     def run_dropped(self, prompt: str, count: int) -> float:
         """Run forwards back to back with nothing between them; gives forwards a second."""
         request = DiffusionRequest(prompt, SamplingParams(seed=0))
-        self.forward([request])
         self._platform.synchronize_device(self.device)
         began = time.perf_counter()
         for _ in range(count):
@@ -129,14 +129,15 @@ class Synthetic:
         self._marks.clear()
         forwards: list[Forward] = []
         before = None
-        for host_s, ended_at, first, last, found_idle in marks:
+        for began_at, launched_at, first, last, found_idle in marks:
             forwards.append(
                 Forward(
-                    host_s=host_s,
+                    began_at=began_at,
+                    host_s=launched_at - began_at,
                     device_s=_between(first, last),
                     gap_s=_between(before, first),
                     found_idle=found_idle,
-                    ended_at=ended_at if last is None else self._host_time(last),
+                    ended_at=launched_at if last is None else self._host_time(last),
                 )
             )
             before = last

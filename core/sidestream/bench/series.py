@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ Way = Literal["on", "off"]
 _HOST_BUFFER_BYTES: Final = 2 << 30
 #: Requests before a series that is measured: kernels are chosen and arenas made in them.
 _WARM: Final = 4
+_WARM_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class Session:
         return self.platform.name not in ("sim", "cpu")
 
     @property
+    def engines(self) -> int:
+        """Count the engines that are up."""
+        return len(self._engines)
+
+    @property
     def device_name(self) -> str:
         """Name the device as its vendor does."""
         if self.platform.device_type == "cuda":
@@ -157,14 +164,15 @@ def call(engine: DiffusionEngine, method: str, *args: Any) -> Any:
 
 def limit_of(engine: DiffusionEngine, workload: Workload, count: int) -> float:
     """Give forwards a second with outputs dropped on the device and no engine in between."""
-    request = next(workload.without_output().requests(1))
+    request = workload.without_output().request(0)
     rate: float = call(engine, "run_dropped", request.prompt, count)
     return rate
 
 
 def warm_up(engine: DiffusionEngine, workload: Workload) -> None:
-    """Run what comes before a series that is measured."""
-    for _ in engine.imap(workload.requests(_WARM)):
+    """Run what comes before a series that is measured: the same in short."""
+    short = dataclasses.replace(workload, forward_s=min(workload.forward_s, _WARM_S))
+    for _ in engine.imap(short.requests(_WARM)):
         pass
     call(engine, "take_forwards")
 

@@ -32,7 +32,7 @@ class Goal:
         return f"{state} {self.what}: {_shown(self.value)}{unit} {sign} {_shown(self.bound)}{unit}"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Table:
     """Rows of figures; a column is the key of a row."""
 
@@ -41,7 +41,7 @@ class Table:
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    #: How long the measurement took.
+    #: How long the measurement took; None of a table that is not complete.
     took_s: float | None = None
 
     def add(self, **figures: Any) -> None:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from sidestream.bench.series import Sample, Series, Session, limit_of, run_series, warm_up
+from sidestream.bench.findings import Cell, Findings
+from sidestream.bench.series import Series, Session, limit_of, run_series, warm_up
 from sidestream.bench.table import Table, known, median
 from sidestream.bench.workload import Workload
 
 #: A gain under this share of the limit is none.
 _NO_GAIN: Final = 0.002
-_FEWEST, _MOST = 4, 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One workload's shares of the limit, a round each."""
-
-    name: str
-    on: Sequence[float]
-    off: Sequence[float]
+_FEWEST, _MOST = 3, 200
 
 
 def throughput(
@@ -30,44 +21,62 @@ def throughput(
     workloads: Sequence[Workload],
     *,
     rounds: int = 3,
-    seconds: float = 0.6,
-) -> tuple[Table, list[Cell], list[Sample]]:
+    seconds: float = 0.5,
+) -> Iterator[Findings]:
     """Measure each workload in ``rounds`` rounds of about ``seconds`` a series.
 
-    A round is the limit (outputs dropped on the device, no engine in between), then with
-    asynchronous output, then without; a share is that of its own round's limit. Gives the table,
-    the shares for a plot, and the outputs of the last asynchronous series for a trace.
+    A round is the limit (outputs dropped on the device, no engine in between), a series with
+    asynchronous output, and one without, each round beginning with another of them; a share is
+    that of its own round's limit. Gives after each workload the table and the shares so far, and
+    the outputs of its last asynchronous series for a trace.
     """
     table = Table(
         name="throughput",
         title="Requests/s as shares of the limit (outputs dropped on the device); median (range)",
     )
-    cells, samples = [], []
+    if not session.platform.is_asynchronous:
+        table.notes.append(
+            f"{session.platform.name!r} has no asynchronous output: both ways are the same there, "
+            "and a gain is noise."
+        )
+    cells: list[Cell] = []
     for workload in workloads:
-        cell, limits, last = _measure(session, workload, rounds, _count(workload, seconds))
+        count = requests_in(seconds, workload)
+        cell, limits, last = _measure(session, workload, rounds, count)
         _report(table, session, workload, cell, limits, last)
         cells.append(cell)
-        samples = list(last.samples)
-    return table, cells, samples
+        yield Findings(tables=[table], cells=cells, samples=list(last.samples))
 
 
-def _count(workload: Workload, seconds: float) -> int:
+def requests_in(seconds: float, workload: Workload) -> int:
+    """Give how many requests a series has."""
     return max(_FEWEST, min(_MOST, math.ceil(seconds / workload.forward_s)))
 
 
 def _measure(
     session: Session, workload: Workload, rounds: int, count: int
 ) -> tuple[Cell, list[float], Series]:
-    on, off = session.engine("on"), session.engine("off")
-    for engine in (on, off):
+    engines = {"on": session.engine("on"), "off": session.engine("off")}
+    for engine in engines.values():
         warm_up(engine, workload)
     limits: list[float] = []
-    shares: dict[str, list[float]] = {"on": [], "off": []}
+    shares: dict[str, list[float]] = {way: [] for way in engines}
+    ways = ["limit", *engines]
     for _ in range(rounds):
-        limits.append(limit_of(on, workload, count))
-        last = run_series(on, workload, count)
-        shares["on"].append(last.rate / limits[-1])
-        shares["off"].append(run_series(off, workload, count).rate / limits[-1])
+        rates: dict[str, float] = {}
+        for way in ways:
+            if way == "limit":
+                rates[way] = limit_of(engines["on"], workload, count)
+                continue
+            series = run_series(engines[way], workload, count)
+            rates[way] = series.rate
+            if way == "on":
+                last = series
+        limits.append(rates["limit"])
+        for way, found in shares.items():
+            found.append(rates[way] / rates["limit"])
+        # What one does to the device's clock, the next one has.
+        ways.append(ways.pop(0))
     name = f"{1e3 * workload.forward_s:g} ms, {workload.output}"
     return Cell(name=name, **shares), limits, last
 

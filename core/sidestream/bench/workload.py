@@ -71,9 +71,12 @@ class Workload:
 
     def requests(self, count: int) -> Iterator[DiffusionRequest]:
         """Give requests number 0 to ``count - 1``; they may share forwards."""
+        return map(self.request, range(count))
+
+    def request(self, number: int) -> DiffusionRequest:
+        """Give one request."""
         prompt = json.dumps(dataclasses.asdict(self))
-        for number in range(count):
-            yield DiffusionRequest(prompt, SamplingParams(seed=number), request_id=str(number))
+        return DiffusionRequest(prompt, SamplingParams(seed=number), request_id=str(number))
 
     @classmethod
     def of(cls, request: DiffusionRequest) -> Workload:

@@ -99,16 +99,17 @@ def throughput(
             _measure("throughput", session, plan, **files)
             return
         from sidestream.bench.model import model_throughput
+        from sidestream.bench.run import timed
 
         squares: list[tuple[int, int] | None] = [(size, size) for size in sizes]
-        findings = model_throughput(
+        parts = model_throughput(
             {"model": model, "platform": session.platform.name},
             squares or [None],
             requests=requests,
             rounds=plan.rounds,
             steps=steps,
         )
-        Figures(session, **files).add(findings)
+        Figures(session, **files).take(timed(parts))
 
 
 @bench.command()
@@ -181,12 +182,15 @@ def overload(platform: str | None, **files: Path | None) -> None:
 @_trace
 def every(platform: str | None, **files: Path | None) -> None:
     """All tables, and which goals are missed."""
-    from sidestream.bench.run import measure_all
+    from sidestream.bench.budget import planned_s
+    from sidestream.bench.run import TABLES, measure
 
     with _session(platform) as (session, plan):
         figures = Figures(session, **files)
-        for findings in measure_all(session, plan):
-            figures.add(findings)  # at once: a run that is cut short leaves what it had
+        for name in TABLES:
+            if session.has_device:
+                figures.announce(name, planned_s(name, plan, engines=session.engines))
+            figures.take(measure(name, session, plan))
         figures.summarize()
 
 
@@ -202,7 +206,7 @@ def _session(platform: str | None) -> Iterator[tuple[Session, Plan]]:
 def _measure(name: str, session: Session, plan: Plan, **files: Path | None) -> None:
     from sidestream.bench.run import measure
 
-    Figures(session, **files).add(measure(name, session, plan))
+    Figures(session, **files).take(measure(name, session, plan))
 
 
 def _workloads(
