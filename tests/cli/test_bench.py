@@ -25,7 +25,7 @@ def test_throughput_on_sim_checks_order_and_writes_figures_plot_and_trace(start,
     with Image.open(tmp_path / "plot.png") as plot:
         assert plot.width == 1200
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"forward", "copy", "pump", "consumer"} <= set(lanes.values())
     spans = {(e["name"], lanes[e["tid"]]): e for e in events if e["ph"] == "X"}
     ready = spans["0", "pump"]["ts"] + spans["0", "pump"]["dur"]
