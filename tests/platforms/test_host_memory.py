@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from sidestream.errors import PlatformError
 from sidestream.platforms.host_memory import (
     MAX_LOCKED_BYTES,
+    HostRuntime,
     LockedMapping,
     clear_pending_error,
     lock_mapping,
@@ -134,6 +136,38 @@ def test_a_pending_error_is_cleared_in_the_copy_that_is_mapped(library, tmp_path
     clear_pending_error(f"librt_{tmp_path.name}.so", "getLastError")
     assert library.pendingError() == 0
     assert library.timesAsked() == 1
+
+
+class Refusing:
+    """Answers as a runtime does that leaves an error behind."""
+
+    def __init__(self):
+        self.is_inside, self.calls = False, []
+
+    @contextmanager
+    def inside(self):
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+    def hold(self, address, nbytes, flags):
+        assert self.is_inside
+        self.calls.append((address, nbytes, flags))
+        return 712
+
+
+def test_a_runtime_is_called_by_its_names_and_leaves_no_error_behind(library, tmp_path):
+    functions = Refusing()
+    runtime = HostRuntime(
+        getter="runtime",
+        register="hold",
+        unregister="drop",
+        flags=2,
+        clear_error=(f"librt_{tmp_path.name}.so", "getLastError"),
+    )
+    assert runtime.lock("mine", functions, 4096, 8192, inside=functions.inside) is None
+    assert functions.calls == [(4096, 8192, 2)]
+    assert library.pendingError() == 0
 
 
 @pytest.mark.parametrize(

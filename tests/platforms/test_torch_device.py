@@ -11,7 +11,8 @@ import torch
 from sidestream.errors import PlatformError
 from sidestream.platforms import torch_stream
 from sidestream.platforms.device import DeviceEvent, SideStream
-from sidestream.platforms.torch_device import TorchDevice
+from sidestream.platforms.host_memory import HostRuntime
+from sidestream.platforms.torch_device import TorchDevice, with_devices
 from sidestream.platforms.torch_stream import TorchEvent
 
 DEVICE = torch.device("meta", 0)
@@ -321,27 +322,97 @@ def test_an_event_that_is_incomplete_on_an_idle_stream_is_told(device_that_waits
     assert event.wait() is False
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_recording_waits_for_what_is_queued_where_the_plugin_says_so(vendor, waits):
+    device = TorchDevice(platform="mine", load=lambda: vendor, waits_before_record=lambda: waits)
+    idle = vendor.current_stream(DEVICE).idle
+    idle.clear()
+    recorded, made = threading.Event(), []
+
+    def record():
+        # A thread has a current stream of its own; this one has none yet, so the default's.
+        made.append(event_of(device))
+        recorded.set()
+
+    recorder = threading.Thread(target=record)
+    recorder.start()
+    assert recorded.wait(0.1 if waits else 30) != waits
+    idle.set()
+    recorder.join(30)
+    assert made[0].query()
+
+
+def test_a_recording_whose_wait_fails_is_an_error(vendor, monkeypatch):
+    monkeypatch.setattr(torch_stream, "POLL_LIMIT_S", 0.05)
+    device = TorchDevice(
+        platform="mine", load=lambda: vendor, waits_before_record=lambda: True, host_wait="poll"
+    )
+    vendor.current_stream(DEVICE).idle.clear()
+    with pytest.raises(PlatformError, match="did not finish its work"):
+        event_of(device)
+
+
+def test_a_module_that_sees_no_device_is_not_used(vendor):
+    vendor.__name__, vendor.device_count = "torch_mine", lambda: 1
+    assert with_devices("mine", vendor, "look") is vendor
+    vendor.device_count = lambda: 0
+    with pytest.raises(PlatformError, match="torch_mine sees no device; look") as raised:
+        with_devices("mine", vendor, "look")
+    assert raised.value.platform == "mine"
+
+
 # --- registration ---------------------------------------------------------------------------
 
 
-def test_a_runtime_registers_memory_on_its_device_and_forgets_its_error(vendor, device):
-    inside = []
+RUNTIME = HostRuntime(getter="runtime", register="hold", unregister="drop", flags=2)
 
+
+class VendorRuntime:
+    """Refuses, and keeps what it was called with and for which device."""
+
+    def __init__(self, vendor):
+        self._vendor = vendor
+        self.calls = []
+
+    def hold(self, *arguments):
+        self.calls.append((self._vendor.entered, *arguments))
+        return 712
+
+
+def test_a_runtime_registers_memory_for_its_device(vendor):
     @contextmanager
     def on_device(wanted):
-        inside.append(wanted)
+        vendor.entered = wanted
+        yield
+        vendor.entered = None
+
+    vendor.device, runtime = on_device, VendorRuntime(vendor)
+    vendor.runtime = lambda: runtime
+    device = TorchDevice(platform="mine", load=lambda: vendor, runtime=RUNTIME)
+    assert device.pin_host_memory(DEVICE, 1 << 40, 4096) is None
+    assert runtime.calls == [(DEVICE, 1 << 40, 4096, 2)]
+
+
+def test_a_module_without_the_runtime_registers_nothing(vendor):
+    device = TorchDevice(platform="mine", load=lambda: vendor, runtime=RUNTIME)
+    assert device.pin_host_memory(DEVICE, 1 << 40, 4096) is None
+
+
+# --- profiling ------------------------------------------------------------------------------
+
+
+class Marker:
+    @contextmanager
+    def range(self, message, *arguments):
+        self.marked = message.format(*arguments)
         yield
 
-    vendor.device = on_device
-    calls = []
-    pin = device.lock(
-        DEVICE,
-        1 << 40,
-        4096,
-        register=lambda: calls.append("register") or 712,
-        unregister=lambda: calls.append("unregister") or 0,
-        forget_error=lambda: calls.append("forget"),
-    )
-    assert pin is None
-    assert calls == ["register", "forget"]
-    assert inside == [DEVICE]
+
+def test_a_range_is_marked_in_the_vendors_profiler_else_in_torchs_own(vendor, device):
+    marker = Marker()
+    own = TorchDevice(platform="mine", load=lambda: vendor, marker=lambda: marker)
+    with own.profiler_range("a {forward}"):
+        assert marker.marked == "a {forward}"
+    with torch.profiler.profile() as profile, device.profiler_range("a {forward}"):
+        pass
+    assert "a {forward}" in [event.key for event in profile.key_averages()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,12 +72,13 @@ class Machine:
             f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
         )
 
-    def has_libraries(self, *names):
-        folder = self.path / "lib"
-        folder.mkdir()
+    def has_libraries(self, *names, folder="lib"):
+        """Give the first part of ``folder``, which has them."""
+        made = self.path / folder
+        made.mkdir(parents=True)
         for name in names:
-            (folder / name).touch()
-        return str(folder)
+            (made / name).touch()
+        return str(self.path / Path(folder).parts[0])
 
     def probes(self, **environment):
         return json.loads(self._run_python(PROBE, **environment))
@@ -137,7 +139,8 @@ def test_torch_npu_on_a_cuda_build_is_not_imported_since_it_ends_the_process(mac
     machine.has_torch("cuda")
     machine.has_package("torch_npu", "2.13.0")
     reason = machine.probes()["npu"]["reason"]
-    assert "torch 2.13.0+cu130 is a CUDA build, in which torch_npu ends the process" in reason
+    assert "torch 2.13.0+cu130 is not a CPU build" in reason
+    assert "importing torch_npu in a CUDA build ends the process" in reason
 
 
 def test_torch_npu_of_another_torch_is_told(machine):
@@ -154,6 +157,14 @@ def test_torch_npu_without_cann_says_which_libraries_are_missing(machine):
     folder = machine.has_libraries("libascendcl.so")
     reason = machine.probes(LD_LIBRARY_PATH=folder)["npu"]["reason"]
     assert reason.startswith("libhccl.so can't be found; install CANN")
+
+
+def test_torch_npu_finds_cann_by_its_own_variable_too(machine):
+    machine.has_torch("cpu")
+    machine.has_package("torch_npu", "2.13.0")
+    home = machine.has_libraries("libascendcl.so", "libhccl.so", folder="home/lib64")
+    hidden = machine.probes(ASCEND_HOME_PATH=home, ASCEND_RT_VISIBLE_DEVICES="")["npu"]
+    assert "ASCEND_RT_VISIBLE_DEVICES='' hides all devices" in hidden["reason"]
 
 
 def test_torch_npu_with_cann_asks_for_the_device(machine):

@@ -6,8 +6,10 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sidestream.errors import PlatformError
 
@@ -48,6 +50,52 @@ class LockedMapping:
                 platform=self._platform,
             )
         self._is_locked = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRuntime:
+    """What a vendor's runtime calls its functions that page-lock mappings.
+
+    ``register(address, nbytes, flags)`` and ``unregister(address)`` give a code, 0 for success.
+    """
+
+    #: The function of the vendor's torch module that gives the runtime.
+    getter: str
+    register: str
+    unregister: str
+    flags: int = 0
+    #: A library and its function for :func:`clear_pending_error`, where failed calls leave one.
+    clear_error: tuple[str, str] | None = None
+
+    def lock(
+        self,
+        platform: str,
+        functions: Any,
+        address: int,
+        nbytes: int,
+        *,
+        inside: Callable[[], AbstractContextManager[Any]],
+    ) -> LockedMapping | None:
+        """Page-lock a mapping by ``functions``, the runtime, each call ``inside`` a context.
+
+        Raises:
+            PlatformError: As :func:`lock_mapping`.
+        """
+
+        def call(name: str, *arguments: int) -> int:
+            with inside():
+                code = int(getattr(functions, name)(*arguments))
+                if code != 0 and self.clear_error is not None:
+                    clear_pending_error(*self.clear_error)
+                return code
+
+        return lock_mapping(
+            platform,
+            address,
+            nbytes,
+            register=lambda: call(self.register, address, nbytes, self.flags),
+            unregister=lambda: call(self.unregister, address),
+        )
 
 
 def lock_mapping(

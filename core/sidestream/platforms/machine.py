@@ -59,11 +59,16 @@ def missing_pci_vendor(vendor: int, maker: str, advice: str) -> str | None:
 
 
 def missing_libraries(
-    libraries: Sequence[str], advice: str, *, folders: Sequence[Path] = ()
+    libraries: Sequence[str], advice: str, *, folders: Sequence[Path] = (), home: str | None = None
 ) -> str | None:
-    """Say which shared libraries the loader would not find; ``folders`` count as searched too."""
+    """Say which shared libraries the loader would not find.
+
+    ``folders`` count as searched too, and ``lib64`` in the one that the variable ``home`` names.
+    """
     searched = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     searched += folders
+    if home is not None and os.environ.get(home):
+        searched.append(Path(os.environ[home]) / "lib64")
     try:
         cache = _LOADER_CACHE.read_bytes()
     except OSError:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from sidestream.platforms.machine import installed_version, minor, missing_backend
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
@@ -46,11 +48,26 @@ def torch_build() -> TorchBuild | None:
     )
 
 
-def other_build(kind: str, fits: Callable[[TorchBuild], bool], install: str) -> str | None:
-    """Say for a probe that torch is missing, or not a build of that kind."""
+def other_build(
+    kind: str, fits: Callable[[TorchBuild], bool], install: str, *, why: str = ""
+) -> str | None:
+    """Say for a probe that torch is missing, or not a build of that kind, and why it has to be."""
     build = torch_build()
     if build is None:
         return f"torch is not installed; install it: {install}"
     if not fits(build):
-        return f"torch {build.version} is not {kind} build; install one: {install}"
+        return f"torch {build.version} is not {kind} build{why}; install one: {install}"
+    return None
+
+
+def missing_pair(package: str, install: str) -> str | None:
+    """Say that torch or a vendor's package for it is missing, or that their numbers differ."""
+    missing = missing_backend(package, install)
+    if missing is not None:
+        return missing
+    build, other = torch_build(), installed_version(package)
+    if build is None or other is None:
+        return f"torch or {package} is not whole; install both again: {install}"
+    if minor(other) != minor(build.version):
+        return f"{package} {other} does not fit torch {build.version}; install a pair: {install}"
     return None

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sidestream.errors import PlatformError
 from sidestream.platforms.device import DeviceFault, HostPin
 from sidestream.platforms.hookspecs import hookimpl
-from sidestream.platforms.host_memory import lock_mapping
+from sidestream.platforms.host_memory import HostRuntime
 from sidestream.platforms.sentinel import SENTINEL_BYTES, check_by_sentinel
 from sidestream.platforms.torch_stream import HostWait, TorchEvent, TorchStream
 
@@ -45,6 +46,17 @@ class TorchModule(Protocol):
     def empty_cache(self) -> None: ...
 
 
+def with_devices(platform: str, module: Any, advice: str) -> Any:
+    """Give a vendor's torch module, unless it sees no device.
+
+    Raises:
+        PlatformError: It sees none; ``advice`` says what to do.
+    """
+    if module.device_count() == 0:
+        raise PlatformError(f"{module.__name__} sees no device; {advice}.", platform=platform)
+    return module
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchDevice:
     """Hooks in terms of a torch module, for a plugin to take over one by one::
@@ -62,8 +74,15 @@ class TorchDevice:
     #: What an event is made with beside ``enable_timing``; the vendor's own class and not the
     #: generic ``torch.Event``, whose host wait spins whatever its arguments say.
     event_options: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether what is queued has to be done before an event is recorded; asked each time.
+    waits_before_record: Callable[[], bool] = lambda: False
     #: How the host waits for an event without a timeout.
     host_wait: HostWait = "event"
+    #: What page-locks mappings; None: nothing does.
+    runtime: HostRuntime | None = None
+    #: Gives a module whose ``range(message, *args)`` marks a range in the vendor's profiler; None:
+    #: torch's own profiler does.
+    marker: Callable[[], Any] = lambda: None
 
     @hookimpl
     def set_device(self, device: torch.device) -> bool:
@@ -86,7 +105,12 @@ class TorchDevice:
     @hookimpl
     def record_device_event(self, device: torch.device, timing: bool) -> TorchEvent:
         """Record an event on the calling thread's current stream of ``device``."""
-        return self.recorded(device, self.load().current_stream(device), timing)
+        stream = self.load().current_stream(device)
+        if self.waits_before_record() and not self.recorded(device, stream, False).wait():
+            raise PlatformError(
+                f"The stream of {device} did not finish its work.", platform=self.platform
+            )
+        return self.recorded(device, stream, timing)
 
     def recorded(self, device: torch.device, stream: Any, timing: bool) -> TorchEvent:
         """Record an event on a stream of the vendor's."""
@@ -132,40 +156,23 @@ class TorchDevice:
 
     @hookimpl
     def profiler_range(self, name: str) -> AbstractContextManager[None]:
-        """Mark a range in torch's own profiler, for vendors without one."""
+        """Mark a range in the vendor's profiler, or in torch's own."""
+        marker = self.marker()
+        if marker is not None:
+            marked: AbstractContextManager[None] = marker.range("{}", name)
+            return marked
         from torch.profiler import record_function
 
         return record_function(name)
 
-    def lock(
-        self,
-        device: torch.device,
-        address: int,
-        nbytes: int,
-        *,
-        register: Callable[[], Any],
-        unregister: Callable[[], Any],
-        forget_error: Callable[[], None] | None = None,
-    ) -> HostPin | None:
-        """Page-lock a mapping by a runtime's calls; for ``pin_host_memory``.
-
-        ``register`` and ``unregister`` give a code, 0 for success; ``forget_error`` clears what a
-        failed call leaves behind.
-        """
-        module = self.load()
-
-        def on_device(call: Callable[[], Any]) -> int:
-            # A runtime works for the thread's device, and would open a context on device 0.
-            with module.device(device):
-                code = int(call())
-                if code != 0 and forget_error is not None:
-                    forget_error()
-                return code
-
-        return lock_mapping(
-            self.platform,
-            address,
-            nbytes,
-            register=lambda: on_device(register),
-            unregister=lambda: on_device(unregister),
+    @hookimpl
+    def pin_host_memory(self, device: torch.device, address: int, nbytes: int) -> HostPin | None:
+        """Page-lock a mapping by :attr:`runtime`; None if there is none, or torch lacks it."""
+        runtime, module = self.runtime, self.load()
+        functions = None if runtime is None else getattr(module, runtime.getter, None)
+        if runtime is None or functions is None:
+            return None
+        # A runtime works for the thread's device, and would open a context on device 0.
+        return runtime.lock(
+            self.platform, functions(), address, nbytes, inside=lambda: module.device(device)
         )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from sidestream.platforms.device import HostPin, Probe
+from sidestream.platforms.device import Probe
 from sidestream.platforms.hookspecs import hookimpl
-from sidestream.platforms.host_memory import clear_pending_error
+from sidestream.platforms.host_memory import HostRuntime
 from sidestream.platforms.machine import hidden_devices, probe_by, unusable_nodes
 from sidestream.platforms.torch_build import other_build
 from sidestream.platforms.torch_device import TorchDevice
-
-if TYPE_CHECKING:
-    import torch
 
 _INSTALL: Final = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
 
@@ -25,11 +21,23 @@ def _torch_cuda() -> Any:
     return torch.cuda
 
 
-_device = TorchDevice(platform="cuda", load=_torch_cuda, event_options={"blocking": True})
+_device = TorchDevice(
+    platform="cuda",
+    load=_torch_cuda,
+    event_options={"blocking": True},
+    runtime=HostRuntime(
+        getter="cudart",
+        register="cudaHostRegister",
+        unregister="cudaHostUnregister",
+        clear_error=("libcudart", "cudaGetLastError"),
+    ),
+    marker=lambda: _torch_cuda().nvtx,
+)
 set_device, side_stream = _device.set_device, _device.side_stream
 record_device_event, synchronize_device = _device.record_device_event, _device.synchronize_device
 check_device, pinned_buffer = _device.check_device, _device.pinned_buffer
-memory_info, empty_cache = _device.memory_info, _device.empty_cache
+pin_host_memory, memory_info = _device.pin_host_memory, _device.memory_info
+empty_cache, profiler_range = _device.empty_cache, _device.profiler_range
 
 
 @hookimpl
@@ -57,27 +65,6 @@ def probe() -> Probe:
 
 
 @hookimpl
-def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
-    """Register the mapping with the CUDA runtime; not while a graph is captured."""
-    runtime = _torch_cuda().cudart()
-    return _device.lock(
-        device,
-        address,
-        nbytes,
-        register=partial(runtime.cudaHostRegister, address, nbytes, 0),
-        unregister=partial(runtime.cudaHostUnregister, address),
-        forget_error=partial(clear_pending_error, "libcudart", "cudaGetLastError"),
-    )
-
-
-@hookimpl
 def distributed_backend() -> str:
     """Name NCCL."""
     return "nccl"
-
-
-@hookimpl
-def profiler_range(name: str) -> AbstractContextManager[None]:
-    """Mark an NVTX range."""
-    marked: AbstractContextManager[None] = _torch_cuda().nvtx.range("{}", name)
-    return marked

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from sidestream.platforms.device import HostPin, Probe
+from sidestream.platforms.device import Probe
 from sidestream.platforms.hookspecs import hookimpl
-from sidestream.platforms.host_memory import clear_pending_error
+from sidestream.platforms.host_memory import HostRuntime
 from sidestream.platforms.machine import (
     hidden_devices,
     missing_backend,
@@ -17,9 +17,6 @@ from sidestream.platforms.machine import (
     probe_by,
 )
 from sidestream.platforms.torch_device import TorchDevice
-
-if TYPE_CHECKING:
-    import torch
 
 _INSTALL: Final = (
     "pip install the wheels of torch and torch_musa that "
@@ -36,12 +33,21 @@ def _torch_musa() -> Any:
 
 
 # synchronize_device is torch.musa's: that of torch.accelerator raises there.
-_device = TorchDevice(platform="musa", load=_torch_musa)
+_device = TorchDevice(
+    platform="musa",
+    load=_torch_musa,
+    runtime=HostRuntime(
+        getter="musart",
+        register="musaHostRegister",
+        unregister="musaHostUnregister",
+        clear_error=("libmusart", "musaGetLastError"),
+    ),
+)
 set_device, side_stream = _device.set_device, _device.side_stream
 record_device_event, synchronize_device = _device.record_device_event, _device.synchronize_device
 check_device, pinned_buffer = _device.check_device, _device.pinned_buffer
-memory_info, empty_cache = _device.memory_info, _device.empty_cache
-profiler_range = _device.profiler_range
+pin_host_memory, memory_info = _device.pin_host_memory, _device.memory_info
+empty_cache, profiler_range = _device.empty_cache, _device.profiler_range
 
 
 @hookimpl
@@ -67,20 +73,6 @@ def probe() -> Probe:
                 "check that the GPU is passed through",
             ),
         ),
-    )
-
-
-@hookimpl
-def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
-    """Register the mapping with the MUSA runtime."""
-    runtime = _torch_musa().musart()
-    return _device.lock(
-        device,
-        address,
-        nbytes,
-        register=partial(runtime.musaHostRegister, address, nbytes, 0),
-        unregister=partial(runtime.musaHostUnregister, address),
-        forget_error=partial(clear_pending_error, "libmusart", "musaGetLastError"),
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.platforms.device import HostPin, Probe
 from sidestream.platforms.hookspecs import hookimpl
-from sidestream.platforms.host_memory import clear_pending_error
+from sidestream.platforms.host_memory import HostRuntime
 from sidestream.platforms.machine import hidden_devices, probe_by, unusable_nodes
 from sidestream.platforms.options import nbytes as nbytes_option
 from sidestream.platforms.torch_build import other_build
@@ -34,11 +33,23 @@ def _torch_cuda() -> Any:
 
 
 # A HIP build keeps the names of CUDA, the device type included.
-_device = TorchDevice(platform="rocm", load=_torch_cuda, event_options={"blocking": True})
+_device = TorchDevice(
+    platform="rocm",
+    load=_torch_cuda,
+    event_options={"blocking": True},
+    runtime=HostRuntime(
+        getter="cudart",
+        register="cudaHostRegister",
+        unregister="cudaHostUnregister",
+        clear_error=("libamdhip64", "hipGetLastError"),
+    ),
+    marker=lambda: _torch_cuda().nvtx,
+)
 set_device, side_stream = _device.set_device, _device.side_stream
 record_device_event, synchronize_device = _device.record_device_event, _device.synchronize_device
 check_device, pinned_buffer = _device.check_device, _device.pinned_buffer
 memory_info, empty_cache = _device.memory_info, _device.empty_cache
+profiler_range = _device.profiler_range
 
 
 @hookimpl
@@ -69,27 +80,11 @@ def probe() -> Probe:
 @hookimpl
 def pin_host_memory(device: torch.device, address: int, nbytes: int) -> HostPin | None:
     """Register the mapping with the HIP runtime, unless it is large."""
-    if nbytes > nbytes_option(LOCK_LIMIT_VARIABLE, LOCK_LIMIT_BYTES):
-        return None
-    runtime = _torch_cuda().cudart()
-    return _device.lock(
-        device,
-        address,
-        nbytes,
-        register=partial(runtime.cudaHostRegister, address, nbytes, 0),
-        unregister=partial(runtime.cudaHostUnregister, address),
-        forget_error=partial(clear_pending_error, "libamdhip64", "hipGetLastError"),
-    )
+    is_large = nbytes > nbytes_option(LOCK_LIMIT_VARIABLE, LOCK_LIMIT_BYTES)
+    return None if is_large else _device.pin_host_memory(device, address, nbytes)
 
 
 @hookimpl
 def distributed_backend() -> str:
     """Name NCCL: torch has RCCL under that name."""
     return "nccl"
-
-
-@hookimpl
-def profiler_range(name: str) -> AbstractContextManager[None]:
-    """Mark a roctx range, by the name that CUDA's has."""
-    marked: AbstractContextManager[None] = _torch_cuda().nvtx.range("{}", name)
-    return marked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -29,13 +28,20 @@ def _torch_xpu() -> Any:
     return torch.xpu
 
 
+def _itt() -> Any:
+    from torch.profiler import itt
+
+    return itt if itt.is_available() else None  # type: ignore[no-untyped-call]
+
+
 # No pin_host_memory: torch.xpu can't register memory, so outputs go through a staging buffer. The
 # host waits for a stream: Event.synchronize has hung for good under load.
-_device = TorchDevice(platform="xpu", load=_torch_xpu, host_wait="stream")
+_device = TorchDevice(platform="xpu", load=_torch_xpu, host_wait="stream", marker=_itt)
 set_device, side_stream = _device.set_device, _device.side_stream
 record_device_event, synchronize_device = _device.record_device_event, _device.synchronize_device
 check_device, pinned_buffer = _device.check_device, _device.pinned_buffer
 memory_info, empty_cache = _device.memory_info, _device.empty_cache
+profiler_range = _device.profiler_range
 
 
 @hookimpl
@@ -68,17 +74,6 @@ def probe() -> Probe:
 def distributed_backend() -> str:
     """Name XCCL."""
     return "xccl"
-
-
-@hookimpl
-def profiler_range(name: str) -> AbstractContextManager[None]:
-    """Mark an ITT range where torch has ITT, else one of torch's own profiler."""
-    from torch.profiler import itt, record_function
-
-    if itt.is_available():  # type: ignore[no-untyped-call]
-        marked: AbstractContextManager[None] = itt.range("{}", name)
-        return marked
-    return record_function(name)
 
 
 def _note_on_ipex() -> str:
