@@ -1,175 +1,155 @@
 """Measure everything that docs/performance.md says of an accelerator, in one call.
 
-    python scripts/bench_cuda.py --out FOLDER [--platform cuda]
+    python scripts/bench_cuda.py --out FOLDER [--platform cuda] [--sections bubble,throughput]
 
-First ways to bring outputs out beside a launch-bound forward, then ``sidestream bench all``. Writes
-figures.json, variants.json, shares.png, timeline.png and trace.json; under nine minutes on an H200.
+The tables of ``sidestream bench all``, ways to bring outputs out (``bench_variants.py``), and
+models with both ways' engines up. Says how long each should take before it begins; what would pass
+``--seconds`` is left out. Writes figures.json, shares.png, timeline.png and trace.json after each
+part, so that a call that is cut short leaves what it had.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import statistics
+import importlib.util
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from bench_variants import planned_s as planned_variants_s
+from bench_variants import variants
 
-from sidestream import AsyncOutputThread, ResultChannel, ResultPumpThread, SlotSink, load_platform
-from sidestream.bench.forwards import forwards_on
-from sidestream.bench.pipelines import usage_of_this_process
-from sidestream.bench.workload import Workload
-from sidestream.cli.main import run
-from sidestream.worker.output_thread import OutputJob
+from sidestream.bench.budget import START_S, planned_s
+from sidestream.bench.findings import Findings
+from sidestream.bench.model import model_throughput
+from sidestream.bench.plan import Plan, plan_for
+from sidestream.bench.run import TABLES, timed
+from sidestream.bench.series import Session
+from sidestream.cli.figures import Figures
 
-#: (forward in seconds, output)
-CASES = ((0.005, "1024px"), (0.02, "1024px"), (0.02, "4x1024px-float32"))
-ROUNDS = 5
-#: Elsewhere than on a real device: only that it runs.
-SMALL_CASES, SMALL_ROUNDS = ((0.005, "64px"),), 1
-FORWARDS = {0.005: 80, 0.02: 25}
-
-
-class MainEnqueues(AsyncOutputThread):
-    """The thread of the forwards queues the copy too; this one only waits and sends."""
-
-    def hand_over(self, job: OutputJob) -> Any:
-        transfer = self.transfer
-        if not hasattr(self, "stream"):
-            self.stream = transfer.platform.side_stream(self.device, 0)
-        job.destination = transfer.sink.allocate(job.packed.nbytes)
-        self.stream.wait_event(job.event)
-        with self.stream:
-            job.packed.write(job.destination.buffer, non_blocking=True)
-            job.event = transfer.record()
-        return super().hand_over(job)
-
-    def _run_one(self, job: OutputJob, stream: Any) -> None:
-        job.event.wait()
-        job.packed.drop()
-        self.transfer.sink.publish(job.label, job.packed, job.destination, job.timings)
-        job.future.set_result(None)
-        job.finish()
+#: What a model's engine takes to start beside a synthetic one's, and a request of these models,
+#: roughly.
+LIBRARIES_S = 3.0
+REQUEST_S = 0.1
+#: Requests of a series, and how often each way runs in turn.
+REQUESTS, ROUNDS = 8, 5
+SMALL_REQUESTS, SMALL_ROUNDS = 3, 1
+#: Pixels of the model with random weights.
+SIZES, SMALL_SIZES = (512, 1024), (64,)
 
 
-class Untimed(AsyncOutputThread):
-    """As it is, without the device's times of the copy."""
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the run."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.transfer._device_times = lambda job, begun, ended, started_at: job.timings
-
-
-#: name, class of the output thread (None: outputs are dropped), switch interval
-VARIANTS: tuple[tuple[str, type[AsyncOutputThread] | None, float], ...] = (
-    ("dropped", None, 0.005),
-    ("output thread", AsyncOutputThread, 0.005),
-    ("output thread, no device times", Untimed, 0.005),
-    ("main thread enqueues", MainEnqueues, 0.005),
-    ("output thread, switch interval 0.5 ms", AsyncOutputThread, 0.0005),
-    ("main thread enqueues, switch interval 0.5 ms", MainEnqueues, 0.0005),
-)
+    name: str
+    planned_s: float
+    measure: Callable[[], Iterator[Findings]]
+    #: Why it can't be measured here, if so.
+    missing: str | None = None
 
 
-def run_variants(platform_name: str, ends: list[Any], results: Any) -> None:
-    """Run each variant in turn over the same forwards; in a process of its own, as a worker is."""
-    platform = load_platform(platform_name)
-    device = platform.device(0)
-    platform.set_device(device)
-    work = forwards_on(device)
-    threads = []
-    for (_, cls, _), end in zip(VARIANTS, ends, strict=True):
-        if cls is not None:
-            sink = SlotSink(end.messages, end.releases, platform, device, budget_bytes=1 << 30)
-            sink.reserve(60 << 20, 4)
-            threads.append(cls(platform, sink, device=device).start())
-        else:
-            threads.append(None)
-    is_real = platform_name not in ("cpu", "sim")
-    for forward_s, output in CASES if is_real else SMALL_CASES:
-        workload = Workload(output=output, forward_s=forward_s, kind="launch")
-        times: dict[str, list[float]] = {name: [] for name, _, _ in VARIANTS}
-        wakeups: dict[str, list[float]] = {name: [] for name, _, _ in VARIANTS}
-        for _ in range(ROUNDS if is_real else SMALL_ROUNDS):
-            for (name, _, interval_s), thread in zip(VARIANTS, threads, strict=True):
-                sys.setswitchinterval(interval_s)
-                took, woken = series(platform, device, work, workload, thread)
-                times[name].append(took)
-                wakeups[name].append(woken)
-        sys.setswitchinterval(0.005)
-        for name in times:
-            ratios = [t / d for t, d in zip(times[name], times["dropped"], strict=True)]
-            results.put(
-                {
-                    "forward_ms": 1e3 * forward_s,
-                    "output": output,
-                    "variant": name,
-                    "forward_ms_measured": 1e3 * statistics.median(times[name]),
-                    "to_dropped": statistics.median(ratios),
-                    "to_dropped_min": min(ratios),
-                    "to_dropped_max": max(ratios),
-                    "wakeups_per_output": statistics.median(wakeups[name]),
-                }
-            )
-    for thread in threads:
-        if thread is not None:
-            thread.close()
-    results.put(None)
-
-
-def series(
-    platform: Any, device: Any, work: Any, workload: Workload, thread: AsyncOutputThread | None
-) -> tuple[float, float]:
-    """Give the mean seconds from one forward's first launch to the next one's, and wake-ups."""
-    count = FORWARDS[workload.forward_s]
-    dtype = getattr(torch, workload.dtype)
-    pending: list[Any] = []
-    platform.synchronize_device(device)
-    woken = usage_of_this_process().wakeups
-    began = time.perf_counter()
-    for number in range(count):
-        started = platform.record_device_event(device, timing=True)
-        work.queue(workload.kind, workload.forward_s)
-        tensor = torch.full(workload.shape, number % 100, device=device, dtype=dtype)
-        if thread is not None:
-            pending.append(thread.submit(f"out-{number}", tensor, private=True, started=started))
-            if len(pending) > 2:
-                pending.pop(0).result(60)
-        else:
-            platform.record_device_event(device, timing=True)
-    took_s = (time.perf_counter() - began) / count
-    for future in pending:
-        future.result(60)
-    return took_s, (usage_of_this_process().wakeups - woken) / count
-
-
-def variants(platform: str, out: Path) -> None:
-    """Start the process that runs the variants and the pump that reads from it."""
-    context = multiprocessing.get_context("spawn")
-    pairs = [ResultChannel.pair() for _ in VARIANTS]
-    results = context.Queue()
-    process = context.Process(
-        target=run_variants, args=(platform, [ends for _, ends in pairs], results)
+def sections(session: Session, plan: Plan) -> list[Section]:
+    """List all parts in their order: the quick ones first, models last."""
+    found = {}
+    for number, (name, table) in enumerate(TABLES.items()):
+        found[name] = Section(
+            name=name,
+            planned_s=planned_s(name, plan, engines=2 if number else 0),
+            measure=lambda table=table: table(session, plan),
+        )
+    platform = session.platform.name
+    compared = Section(
+        name="variants",
+        planned_s=planned_variants_s(platform),
+        measure=lambda: variants(platform),
     )
-    process.start()
-    for _, ends in pairs:
-        ends.close()
-    pump = ResultPumpThread([channel for channel, _ in pairs], lambda _, d: d.open()).start()
-    rows = []
-    while (row := results.get(timeout=120)) is not None:
-        rows.append(row)
-        print("  ".join(f"{name}={show(value)}" for name, value in row.items()), flush=True)
-        (out / "variants.json").write_text(json.dumps(rows, indent=1))
-    process.join(60)
-    pump.stop()
+    order = list(found.values())
+    order.insert(list(TABLES).index("slowdown") + 1, compared)
+    return [*order, *models(session)]
 
 
-def show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def models(session: Session) -> list[Section]:
+    """List the models: the one that comes along, and a small Qwen-Image with random weights."""
+    absent = [name for name in ("diffusers", "transformers") if not importlib.util.find_spec(name)]
+    missing = f"{' and '.join(absent)} can't be imported" if absent else None
+    sizes = SIZES if session.has_device else SMALL_SIZES
+    requests = REQUESTS if session.has_device else SMALL_REQUESTS
+    rounds = ROUNDS if session.has_device else SMALL_ROUNDS
+    config = {"platform": session.platform.name}
+
+    def digits() -> Iterator[Findings]:
+        return model_throughput(
+            {**config, "model": "digits"}, [None], requests=requests, rounds=rounds
+        )
+
+    def qwen_image() -> Iterator[Findings]:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_qwen_image(Path(folder) / "Qwen-Image, small, random weights")
+            yield from model_throughput(
+                {**config, "model": str(model)},
+                [(size, size) for size in sizes],
+                requests=requests,
+                rounds=rounds,
+            )
+
+    start_s = 2 * (START_S + LIBRARIES_S)
+    size_s = 2 * (rounds * requests + 2) * REQUEST_S
+    return [
+        Section(name="digits", planned_s=start_s + size_s, measure=digits, missing=missing),
+        Section(
+            name="qwen-image",
+            planned_s=start_s + 4 + len(sizes) * size_s,
+            measure=qwen_image,
+            missing=missing,
+        ),
+    ]
+
+
+def make_qwen_image(folder: Path) -> Path:
+    """Write a checkpoint that takes some tens of milliseconds a request."""
+    from sidestream.models.checkpoint import build_qwen_image, save_checkpoint
+
+    pipeline = build_qwen_image(seed=0, num_layers=4, num_heads=32)
+    defaults = {
+        "height": 512,
+        "width": 512,
+        "num_inference_steps": 4,
+        "true_cfg_scale": 4.0,
+        "negative_prompt": " ",
+    }
+    save_checkpoint(pipeline, folder, defaults)
+    return folder
+
+
+def run(parts: list[Section], figures: Figures, limit_s: float) -> bool:
+    """Measure part by part while there is time; tells whether all that could be measured was."""
+    planned = sum(part.planned_s for part in parts if part.missing is None)
+    print(f"-- {planned:.0f} s planned, {limit_s:.0f} s allowed", flush=True)
+    began, whole = time.monotonic(), True
+    for part in parts:
+        spent_s = time.monotonic() - began
+        if part.missing is not None:
+            print(f"-- {part.name}: skipped: {part.missing}", flush=True)
+            continue
+        if spent_s + part.planned_s > limit_s:
+            left = f"{part.planned_s:.0f} s planned, {limit_s - spent_s:.0f} s left"
+            print(f"-- {part.name}: skipped: {left}", flush=True)
+            whole = False
+            continue
+        figures.announce(part.name, part.planned_s)
+        try:
+            figures.take(timed(part.measure()))
+        except Exception:  # noqa: BLE001 - boundary: one part; the others go on
+            traceback.print_exc()
+            whole = False
+        now_s = time.monotonic() - began
+        print(f"-- {part.name}: {now_s - spent_s:.0f} s, {now_s:.0f} s so far", flush=True)
+    return whole
 
 
 def main() -> int:
@@ -177,22 +157,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=480.0, help="for the whole call")
+    parser.add_argument("--sections", help="by name, with commas; default: all")
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    variants(arguments.platform, out)
-    print(f"-- variants: {time.monotonic() - began:.0f} s", flush=True)
-    files = {
-        "json": "figures.json",
-        "plot": "shares.png",
-        "trace": "trace.json",
-        "timeline": "timeline.png",
-    }
-    options = [part for name, file in files.items() for part in (f"--{name}", str(out / file))]
-    code = run(["bench", "all", "--platform", arguments.platform, *options])
-    print(f"-- all: {time.monotonic() - began:.0f} s", flush=True)
-    return code
+    with Session(arguments.platform) as session:
+        parts = sections(session, plan_for(session))
+        if arguments.sections:
+            wanted = arguments.sections.split(",")
+            unknown = set(wanted) - {part.name for part in parts}
+            if unknown:
+                parser.error(f"no such sections: {', '.join(sorted(unknown))}")
+            parts = [part for part in parts if part.name in wanted]
+        figures = Figures(
+            session,
+            json_file=out / "figures.json",
+            plot_file=out / "shares.png",
+            trace_file=out / "trace.json",
+            timeline_file=out / "timeline.png",
+        )
+        whole = run(parts, figures, arguments.seconds)
+        figures.summarize()
+    return 0 if whole else 1
 
 
 if __name__ == "__main__":

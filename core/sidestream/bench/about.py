@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,5 +28,10 @@ def about(session: Session) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         # Of the last minute: what else ran here.
         "load": os.getloadavg()[0],
-        "command": " ".join(["sidestream", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "sidestream" if name == "main.py" else name

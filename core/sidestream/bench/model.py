@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from sidestream.bench.blocks import ratio_of
@@ -34,7 +35,7 @@ def model_throughput(
     """
     table = Table(
         name="model",
-        title=f"{config['model']}: requests/s without and with asynchronous output",
+        title=f"{_name(config['model'])}: requests/s without and with asynchronous output",
     )
     samples: list[Sample] = []
     with (
@@ -62,6 +63,11 @@ def model_throughput(
                         samples = taken
             _report(table, size, rates[off], rates[on])
             yield Findings(tables=[table], samples=samples)
+
+
+def _name(model: str | Path) -> str:
+    folder = Path(model)
+    return folder.name if folder.is_dir() else str(model)
 
 
 def _series(

@@ -62,14 +62,14 @@ DEVICE: Final = Plan(
         Workload(forward_s=0.02, output="4x1024px-float32", kind="launch"),
     ],
     slowdown_rounds=5,
-    slowdown_seconds=2.8,
+    slowdown_seconds=2.5,
     handoff=("512px", "1024px", "1024px-float32", "4x1024px-float32", "81x720p"),
     handoff_count=60,
     batch=("1024px", "4x1024px-float32"),
     transport=("1024px-float32", "81x720p-bfloat16"),
     transport_seconds=2.0,
     overload=Workload(forward_s=0.02),
-    overload_seconds=2.0,
+    overload_seconds=1.5,
 )
 
 #: The CPU and the simulated accelerator: order and counts rather than times.
