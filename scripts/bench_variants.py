@@ -15,19 +15,21 @@ import functools
 import itertools
 import multiprocessing
 import os
+import queue
 import resource
 import statistics
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from sidestream import ResultChannel, ResultPumpThread, SlotSink, load_platform
-from sidestream.bench.blocks import BLOCK, is_first, ratio_of
+from sidestream.bench.blocks import BLOCK, ratio_of
 from sidestream.bench.findings import Findings
 from sidestream.bench.forwards import forwards_on
 from sidestream.bench.run import timed
@@ -41,15 +43,26 @@ from sidestream.worker.pipeline import Payload
 from sidestream.worker.place import Places
 from sidestream.worker.sink import OutputLabel
 
-#: (forward in seconds, output, seconds for all ways)
-CASES = ((0.005, "1024px", 12.0), (0.02, "1024px", 22.0), (0.02, "4x1024px-float32", 12.0))
+
+class Case(NamedTuple):
+    """Forwards of small kernels, of which the host is the limit."""
+
+    forward_s: float
+    output: str
+    #: For all ways together.
+    seconds: float
+
+
+CASES = (
+    Case(0.005, "1024px", 12.0),
+    Case(0.02, "1024px", 22.0),
+    Case(0.02, "4x1024px-float32", 12.0),
+)
 #: Elsewhere than on a real device: only that it runs, and that outputs are right.
-SMALL_CASES = ((0.005, "64px", 0.5),)
-#: Forwards that take turns may take that much longer than they were counted for.
-LONGER = 1.2
+SMALL_CASES = (Case(0.005, "64px", 0.5),)
 #: Outputs on the device at a time, as ``max_pending_outputs``.
 PLACES = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = 10.0
 #: Bytes for one POSIX semaphore, of which glibc needs 32.
 GATE_BYTES = 64
 
@@ -235,19 +248,30 @@ class Block:
     others_s: float
 
 
-@dataclass
-class Found:
-    """Blocks of a way and of dropped outputs, pair by pair."""
+def planned_s(platform: str) -> float:
+    """Give the seconds that all takes, with the start of a process."""
+    return 10.0 + sum(case.seconds for case in cases_of(platform))
 
+
+def cases_of(platform: str) -> Sequence[Case]:
+    return SMALL_CASES if platform in ("cpu", "sim") else CASES
+
+
+@dataclass
+class Contender:
+    """A way, the numbers of its outputs, and its blocks of one case."""
+
+    way: Way
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     pairs: list[tuple[Block, Block]] = field(default_factory=list)
 
-    def row(self, case: tuple[float, str, float], name: str) -> dict[str, Any]:
+    def row(self, case: Case) -> dict[str, Any]:
         forward = ratio_of([(own.forward_s, other.forward_s) for own, other in self.pairs])
         period = ratio_of([(own.period_s, other.period_s) for own, other in self.pairs])
         others = [own.others_s - other.others_s for own, other in self.pairs]
         return {
-            "forward": f"launch, {1e3 * case[0]:g} ms, {case[1]}",
-            "way": name,
+            "forward": f"launch, {1e3 * case.forward_s:g} ms, {case.output}",
+            "way": self.way.name,
             "dropped_ms": 1e3 * statistics.median(other.forward_s for _, other in self.pairs),
             "forward_ratio": forward.value,
             "forward_95": forward.interval,
@@ -259,52 +283,61 @@ class Found:
         }
 
 
-def planned_s(platform: str) -> float:
-    """Give the seconds that all takes, with the start of a process."""
-    return 10.0 + sum(seconds for _, _, seconds in cases_of(platform))
-
-
-def cases_of(platform: str) -> Sequence[tuple[float, str, float]]:
-    return SMALL_CASES if platform in ("cpu", "sim") else CASES
-
-
 def run_ways(platform_name: str, ends: Sequence[Any], gates: Sequence[Any], results: Any) -> None:
-    """Run each way in turn over the same forwards; in a process of its own."""
+    """Run each way in turn over the same forwards; in a process of its own.
+
+    Puts rows and what to note, then None.
+    """
     platform = load_platform(platform_name)
     device = platform.device(0)
     platform.set_device(device)
     work = forwards_on(device)
-    ways, numbers = [], []
+    dropped = Dropped(Stage(platform, device, None, 0))
+    contenders = []
     for cls, its_ends, gate in zip(ways_of(platform_name), ends, gates, strict=True):
-        ways.append(cls(Stage(platform, device, its_ends, ctypes.addressof(gate))))
-        numbers.append(itertools.count())
-    dropped = Dropped(ways[0].stage)
+        try:
+            contender = Contender(cls(Stage(platform, device, its_ends, ctypes.addressof(gate))))
+            small = Case(0.001, "64px", 0.0)
+            run_block(device, work, small, contender.way, contender.numbers)
+            contenders.append(contender)
+        except Exception as error:  # noqa: BLE001 - boundary: one way; the others go on
+            traceback.print_exc()
+            results.put(f"{cls.name}: failed: {error!r}.")
     for case in cases_of(platform_name):
-        workload = Workload(output=case[1], forward_s=case[0], kind="launch")
-        round_s = 2 * BLOCK * workload.forward_s * len(ways) * LONGER
-        found = [Found() for _ in ways]
+        until = time.monotonic() + case.seconds
         platform.synchronize_device(device)
-        # One round more than is counted: the first one chooses kernels and makes arenas.
-        order = is_first(1 + max(1, round(case[2] / round_s)))
-        for halves in zip(order[::2], order[1::2], strict=True):
-            for way, its_numbers, its in zip(ways, numbers, found, strict=True):
+
+        def one_round(way_first: bool, case: Case = case) -> None:
+            for contender in contenders:
                 blocks = {}
-                for is_way in halves:
-                    chosen = (way, its_numbers) if is_way else (dropped, itertools.count())
-                    blocks[is_way] = run_block(device, work, workload, *chosen)
-                its.pairs.append((blocks[True], blocks[False]))
-        for way, its in zip(ways, found, strict=True):
-            del its.pairs[0]
-            results.put(its.row(case, way.name))
-    for way in ways:
-        way.close()
+                for is_way in (way_first, not way_first):
+                    way, numbers = dropped, itertools.count()
+                    if is_way:
+                        way, numbers = contender.way, contender.numbers
+                    blocks[is_way] = run_block(device, work, case, way, numbers)
+                contender.pairs.append((blocks[True], blocks[False]))
+
+        one_round(True)  # makes arenas, and chooses kernels
+        began = time.monotonic()
+        one_round(False)
+        now = time.monotonic()
+        for contender in contenders:
+            contender.pairs.clear()
+        for number in range(max(1, int((until - now) / (now - began)))):
+            one_round(number % 2 == 0)
+        for contender in contenders:
+            results.put(contender.row(case))
+            contender.pairs.clear()
+    for contender in contenders:
+        contender.way.close()
     results.put(None)
 
 
 def run_block(
-    device: torch.device, work: Any, workload: Workload, way: Way, numbers: Iterator[int]
+    device: torch.device, work: Any, case: Case, way: Way, numbers: Iterator[int]
 ) -> Block:
     """Run one block; its first forward counts for nothing."""
+    workload = Workload(output=case.output, forward_s=case.forward_s, kind="launch")
     dtype = getattr(torch, workload.dtype)
     began, launched = [], []
     for index in range(BLOCK):
@@ -398,8 +431,11 @@ def variants(platform: str) -> Iterator[Findings]:
         for cls, (channel, _), gate in zip(ways, pairs, gates, strict=True)
     ]
     try:
-        while (row := results.get(timeout=2 * TIMEOUT_S)) is not None:
-            table.add(**row)
+        while (found := next_of(results, process)) is not None:
+            if isinstance(found, str):
+                table.notes.append(found)
+            else:
+                table.add(**found)
             yield Findings(tables=[table])
         process.join(TIMEOUT_S)
     finally:
@@ -412,6 +448,21 @@ def variants(platform: str) -> Iterator[Findings]:
     counts = (f"{reader.cls.name} {reader.count}" for reader in readers if reader.count)
     table.notes.append(f"Outputs that were read and right: {', '.join(counts)}.")
     yield Findings(tables=[table])
+
+
+def next_of(results: Any, process: Any) -> Any:
+    """Give what the process says next.
+
+    Raises:
+        RuntimeError: It ended without a word.
+    """
+    while True:
+        is_alive = process.is_alive()
+        try:
+            return results.get(timeout=1.0)
+        except queue.Empty:
+            if not is_alive:
+                raise RuntimeError(f"The process ended with {process.exitcode}.") from None
 
 
 def main() -> int:
