@@ -10,6 +10,7 @@ import torch
 
 from sidestream.models.checkpoint import build_qwen_image
 from sidestream.models.diffusers_pipeline import quiet_progress_bars
+from sidestream.models.video_checkpoint import build_t5, build_t5_tokenizer
 
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -20,13 +21,13 @@ _CHAT = (
 def flux() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = clip_tokenizer(), build_t5_tokenizer()
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         vae=_vae(latent_channels=4),
         text_encoder=_clip(clip),
         tokenizer=clip,
-        text_encoder_2=_t5(t5, width=32),
+        text_encoder_2=build_t5(t5, width=32),
         tokenizer_2=t5,
         transformer=FluxTransformer2DModel(
             patch_size=1,
@@ -50,7 +51,7 @@ def stable_diffusion_3() -> Any:
         StableDiffusion3Pipeline,
     )
 
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = clip_tokenizer(), build_t5_tokenizer()
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=_vae(latent_channels=16),
@@ -58,7 +59,7 @@ def stable_diffusion_3() -> Any:
         tokenizer=clip,
         text_encoder_2=_clip(clip, projects=True),
         tokenizer_2=clip,
-        text_encoder_3=_t5(t5, width=64),
+        text_encoder_3=build_t5(t5, width=64),
         tokenizer_3=t5,
         transformer=SD3Transformer2DModel(
             sample_size=32,
@@ -153,15 +154,6 @@ def clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-def t5_tokenizer() -> Any:
-    """Characters as tokens, in T5's layout."""
-    from transformers import T5Tokenizer
-
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
-    pieces += [(chr(code), -3.0) for code in range(33, 127)]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
-
-
 def _clip(tokenizer: Any, *, projects: bool = False) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -177,22 +169,6 @@ def _clip(tokenizer: Any, *, projects: bool = False) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     return (CLIPTextModelWithProjection if projects else CLIPTextModel)(config)
-
-
-def _t5(tokenizer: Any, *, width: int) -> Any:
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=width,
-            d_kv=8,
-            d_ff=37,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-        )
-    )
 
 
 def _vae(*, latent_channels: int, levels: int = 2) -> Any:

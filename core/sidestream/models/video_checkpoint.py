@@ -10,6 +10,18 @@ if TYPE_CHECKING:
 _TEXT_WIDTH: Final = 32
 # Both VAEs' means and deviations are given for 16 channels.
 _LATENT_CHANNELS: Final = 16
+#: What Helios' and Wan's take by the same names.
+_TRANSFORMER: Final = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": _LATENT_CHANNELS,
+    "out_channels": _LATENT_CHANNELS,
+    "text_dim": _TEXT_WIDTH,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
 
 _SIZE: Final = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 5.0}
 #: Sampling defaults by kind.
@@ -61,34 +73,21 @@ def build_t5_tokenizer() -> Any:
 def _build_umt5(tokenizer: Any) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=len(tokenizer),
-            d_model=_TEXT_WIDTH,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=4,
-            tie_word_embeddings=True,
-        )
-    ).eval()
+    size = _encoder_size(tokenizer, _TEXT_WIDTH)
+    return UMT5EncoderModel(UMT5Config(**size, tie_word_embeddings=True)).eval()
 
 
-def build_t5(tokenizer: Any) -> Any:
-    """Build a text encoder of the T5 layout, 32 wide."""
+def build_t5(tokenizer: Any, *, width: int = _TEXT_WIDTH) -> Any:
+    """Build a text encoder of the T5 layout."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=_TEXT_WIDTH,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-        )
-    ).eval()
+    size = _encoder_size(tokenizer, width)
+    return T5EncoderModel(T5Config(**size, feed_forward_proj="gated-gelu")).eval()
+
+
+def _encoder_size(tokenizer: Any, width: int) -> dict[str, int]:
+    small = {"d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    return {"vocab_size": len(tokenizer), "d_model": width, **small}
 
 
 def _build_wan_vae() -> Any:
@@ -115,18 +114,7 @@ def _build_helios() -> Any:
         scheduler=HeliosScheduler(
             stages=1, stage_range=[0, 1], use_dynamic_shifting=True, scheduler_type="unipc"
         ),
-        transformer=HeliosTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=_LATENT_CHANNELS,
-            out_channels=_LATENT_CHANNELS,
-            text_dim=_TEXT_WIDTH,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
-            rope_dim=(4, 4, 4),
-        ).eval(),
+        transformer=HeliosTransformer3DModel(**_TRANSFORMER, rope_dim=(4, 4, 4)).eval(),
     )
 
 
@@ -134,15 +122,7 @@ def _build_wan_transformer() -> Any:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=_LATENT_CHANNELS,
-        out_channels=_LATENT_CHANNELS,
-        text_dim=_TEXT_WIDTH,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
+        **_TRANSFORMER,
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
