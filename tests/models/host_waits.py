@@ -1,8 +1,8 @@
 """Where the host would wait for a CUDA device, seen on the simulated one.
 
-The simulated device computes and is asynchronous, but takes copies from the host at once. CUDA
+The simulated device is asynchronous and waits where CUDA does, but keeps no list of it. CUDA
 waits for the stream after every copy that is not ``non_blocking``, in either direction, and to
-know a value or a shape that depends on one. This counts such calls, whatever the simulator does.
+know a value or a shape that depends on one. This counts such calls.
 """
 
 from __future__ import annotations

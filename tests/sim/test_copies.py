@@ -156,6 +156,52 @@ def test_a_copy_to_a_device_takes_what_the_host_holds_at_the_call(device, defaul
 
 
 @pytest.mark.parametrize(
+    "copy",
+    [
+        lambda device: torch.ones(4).to(device),
+        lambda device: torch.empty(4, device=device).copy_(torch.ones(4)),
+        lambda device: torch.tensor([1.0] * 4, device=device),
+    ],
+    ids=["to", "copy_", "tensor"],
+)
+def test_a_copy_to_a_device_that_may_block_waits_for_its_stream_and_no_other(
+    copy, sim, device, default, side
+):
+    default.hold()
+    with side:
+        beside = copy(device)
+    copied = []
+    thread = threading.Thread(target=lambda: copied.append(copy(device)))
+    thread.start()
+    thread.join(0.05)
+    assert copied == []
+    default.release()
+    thread.join(10)
+    assert copied[0].tolist() == beside.tolist() == [1.0] * 4
+
+
+def test_what_a_device_makes_itself_waits_for_nothing(device, default):
+    default.hold()
+    made = [
+        torch.arange(3, device=device),
+        torch.full((3,), 2.0, device=device),
+        torch.linspace(0, 1, 3, device=device),
+        torch.ones(3, device=device) * torch.tensor(2.0),
+    ]
+    default.release()
+    assert [tensor.shape for tensor in made] == [(3,)] * 4
+
+
+def test_reading_a_value_waits_for_the_current_stream_and_no_other(device, default, side):
+    default.hold()
+    with side:
+        ones = torch.ones(4, device=device)
+        assert ones.sum().item() == 4
+        assert len(ones[ones > 0]) == 4
+    default.release()
+
+
+@pytest.mark.parametrize(
     "view",
     [
         lambda t: t.t(),

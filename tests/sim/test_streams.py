@@ -115,6 +115,46 @@ def test_dropping_a_tensor_after_its_copy_ran_is_harmless(sim, device, default, 
     assert host.tolist() == [3.0] * 8
 
 
+@pytest.mark.parametrize("_", range(20))
+def test_a_stream_that_joins_another_reads_what_that_made(_, device, default, side):
+    side.hold()
+    with side:
+        ones = torch.ones(8, device=device)
+    side.join_current([ones])
+    doubled = ones * 2
+    side.release()
+    assert doubled.tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_memory_of_a_side_stream_that_is_dropped_early_is_kept_only_if_that_was_asked_for(
+    is_recorded, device, default, side
+):
+    with side:
+        ones = torch.ones(8, device=device)
+    default.hold()
+    side.join_current([ones] if is_recorded else [])
+    doubled = ones * 2
+    del ones
+    side.synchronize()
+    default.release()
+    assert is_poison(doubled.cpu()) is not is_recorded
+
+
+def test_memory_that_is_kept_for_a_stream_makes_no_stream_wait(device, default, side):
+    with side:
+        ones = torch.ones(8, device=device)
+    default.hold()
+    ones.view(2, 4).record_stream(default)  # as for the whole of its memory
+    doubled = ones * 2
+    del ones
+    side.synchronize()
+    default.release()
+    default.synchronize()
+    side.synchronize()
+    assert doubled.tolist() == [2.0] * 8
+
+
 def test_a_stream_lets_go_of_memory_before_its_next_event_is_reached(sim, device, default):
     free, total = sim.memory_info(device)
     tensor = torch.ones(1 << 20, device=device)

@@ -231,7 +231,8 @@ def _make_on_host(func: Any, *args: Any, device: torch.device | None = None, **k
     if any(isinstance(value, torch.Tensor) for value in args) or device is None:
         raise NotImplementedError(f"{func} is not there for device type '{PLATFORM}'.")
     made = func(*args, device=torch.device("cpu"), **kwargs)
-    return made.to(torch.device(PLATFORM, device_at(device.index).index))
+    # A device makes these itself, without a wait.
+    return made.to(torch.device(PLATFORM, device_at(device.index).index), non_blocking=True)
 
 
 def _forsake_child() -> None:

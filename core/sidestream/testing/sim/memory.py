@@ -12,6 +12,7 @@ import torch
 from sidestream.testing.sim.device import SimDevice
 from sidestream.testing.sim.host import PAGE_LOCKS
 from sidestream.testing.sim.lane import Kernel
+from sidestream.testing.sim.stream import SimStream
 
 _POISON: Final[dict[torch.dtype, float | int | bool]] = {torch.bool: True}
 #: What exotic types are filled with, byte by byte; NaN in the float8 types that have one.
@@ -23,17 +24,19 @@ class Allocation:
 
     When the last of them goes, the memory is its stream's again, as with a caching allocator: work
     of that stream that comes later may overwrite it, and here it does. So a stream that still
-    reads it finds poison unless somebody kept a reference, which is what a real device would do on
-    a bad day.
+    reads it finds poison unless somebody kept a reference, or told the allocator with
+    ``record_stream``, which is what a real device would do on a bad day.
     """
 
-    __slots__ = ("_device", "_flat", "_nbytes", "_stream", "is_shared")
+    __slots__ = ("_device", "_flat", "_nbytes", "_readers", "_stream", "is_shared")
 
     def __init__(self, device: SimDevice, flat: torch.Tensor, nbytes: int) -> None:
         self._device = device
         self._stream = device.current_stream
         self._flat = flat
         self._nbytes = nbytes
+        # Streams whose work up to the end of this allocation keeps the memory from being reused.
+        self._readers: tuple[SimStream, ...] = ()
         #: Whether another stream than the allocating one was given this memory.
         self.is_shared = False
 
@@ -42,11 +45,32 @@ class Allocation:
         if stream is not self._stream:
             self.is_shared = True
 
+    def record_stream(self, stream: SimStream) -> None:
+        """Let the memory be reused only behind what ``stream`` has queued when it is freed."""
+        self.used_by(stream)
+        if stream is not self._stream and stream not in self._readers:
+            self._readers += (stream,)
+
     def __del__(self) -> None:
         self._device.give_memory(self._nbytes)
         if self.is_shared:
-            flat = self._flat
-            self._stream.put_unchecked(Kernel("reuse of freed memory", lambda: poison(flat)))
+            _reuse(self._flat, (*self._readers, self._stream))
+
+
+def _reuse(flat: torch.Tensor, streams: tuple[SimStream, ...]) -> None:
+    """Overwrite freed memory behind what is queued on ``streams``, without making any of them wait.
+
+    Takes no lock: a finalizer calls it.
+    """
+    stream, *others = streams
+
+    def kernel() -> None:
+        if others:
+            _reuse(flat, tuple(others))
+        else:
+            poison(flat)
+
+    stream.put_unchecked(Kernel("reuse of freed memory", kernel))
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

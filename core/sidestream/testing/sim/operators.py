@@ -7,7 +7,7 @@ operator on the memory behind the tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
@@ -184,18 +184,10 @@ def _item(tensor: SimTensor) -> Any:
     return read(stream, "item", memory.item)
 
 
-def _refuse_record_stream(tensor: SimTensor, stream: object) -> NoReturn:
-    raise NotImplementedError(
-        f"record_stream() is not there for {tensor.device}; keep a reference to the tensor until "
-        "the other stream's event is done."
-    )
-
-
 _aten: Final = torch.ops.aten
 _SPECIAL: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.copy_.default: copy_,
     _aten._to_copy.default: to_copy,
     _aten._local_scalar_dense.default: _item,
     _aten.is_pinned.default: lambda tensor, device=None: False,
-    _aten.record_stream.default: _refuse_record_stream,
 }

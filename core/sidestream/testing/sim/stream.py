@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,8 @@ from sidestream.testing.sim.event import CHANGED, SimEvent, own_event
 from sidestream.testing.sim.lane import Kernel, Lane, Wait
 
 if TYPE_CHECKING:
+    import torch
+
     from sidestream.testing.sim.device import SimDevice
 
 
@@ -108,6 +111,19 @@ class SimStream:
         """Queue a wait for the simulator's own use; never fails on a test's demand."""
         self.device.raise_fault()
         self._lane.queue.put(Wait(event))
+
+    def join_current(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the calling thread's current stream wait for what is queued here; returns at once.
+
+        ``tensors`` of this stream stay whole until the current stream is done with them.
+
+        Raises:
+            SimDeviceError: The device is in error, or a test asked for this failure.
+        """
+        current = self.device.current_stream
+        current.wait_event(self.record_event())
+        for tensor in tensors:
+            tensor.record_stream(current)  # type: ignore[arg-type]  # no stream of torch's
 
     def synchronize(self) -> None:
         """Block the host until all work queued here is done.

@@ -59,6 +59,10 @@ class SimTensor(torch.Tensor):
         """Give the storage of the device's memory: good to compare, not to read from."""
         return self.memory.untyped_storage()
 
+    def record_stream(self, s: Any) -> None:
+        """Keep the memory from being reused before what stream ``s`` has queued by then is done."""
+        self.allocation.record_stream(s)
+
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its history."""

@@ -25,7 +25,8 @@ def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> t
 
     To the host: asynchronous if ``non_blocking`` and the destination is page-locked and laid out
     so that no staging is needed, else the call returns when the bytes are there. From the host:
-    what it holds at the time of the call.
+    what it holds at the time of the call; as on CUDA the call waits for the current stream with
+    all that is queued there, unless it is ``non_blocking``.
     """
     if src.shape != dst.shape:
         src = src.expand(dst.shape)
@@ -33,8 +34,10 @@ def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> t
         assert isinstance(src, SimTensor)
         _copy_to_host(dst, src, non_blocking)
     elif not isinstance(src, SimTensor):
-        host = src.detach().clone()
-        _launch_copy(dst.sim_device.current_stream, _FROM_HOST, dst, host)
+        stream = dst.sim_device.current_stream
+        _launch_copy(stream, _FROM_HOST, dst, src.detach().clone())
+        if not non_blocking:
+            stream.synchronize()
     elif src.sim_device is dst.sim_device:
         _launch_copy(dst.sim_device.current_stream, "copy", dst, src.memory)
         src.allocation.used_by(dst.sim_device.current_stream)
