@@ -40,6 +40,30 @@ DEFECTS = {
         """,
         "test_a_foreign_event_is_refused_before_torch_sees_it",
     ),
+    "joins-without-waiting": (
+        """
+        class Hasty(Relay):
+            def join_current(self, tensors):
+                pass
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Hasty(sim.side_stream(device, priority))
+        """,
+        "test_joining_orders_the_current_stream_after_a_side_stream",
+    ),
+    "joins-and-forgets-the-memory": (
+        """
+        class Forgetful(Relay):
+            def join_current(self, tensors):
+                self.stream.join_current([])
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Forgetful(sim.side_stream(device, priority))
+        """,
+        "test_what_a_joined_stream_made_stays_whole_until_it_was_read",
+    ),
     "records-elsewhere": (
         """
         @hookimpl

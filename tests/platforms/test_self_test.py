@@ -35,10 +35,11 @@ def test_the_no_op_base_has_nothing_to_test():
 def test_a_good_platform_passes_by_asynchronous_copies_on_a_side_stream(test_platform):
     sim.clear_copies()
     test_platform()
-    copies = sim.copies()
-    assert copies
-    assert all(copy.pinned for copy in copies)
-    assert sim.default_stream().name not in {copy.stream for copy in copies}
+    assert all(copy.pinned for copy in sim.copies())
+    # First on the side stream, then of what that wrote.
+    are_beside = [copy.stream != sim.default_stream().name for copy in sim.copies()]
+    assert are_beside == sorted(are_beside, reverse=True)
+    assert set(are_beside) == {True, False}
 
 
 def test_a_side_stream_that_does_not_wait_is_caught(test_platform):
@@ -65,6 +66,31 @@ def test_a_side_stream_that_does_not_wait_is_caught(test_platform):
                 # The last call before the work is queued.
                 sim.default_stream().hold()
                 return sim.pinned_buffer(device, nbytes)
+        """)
+
+
+def test_a_stream_that_does_not_wait_for_the_one_it_joins_is_caught(test_platform):
+    with pytest.raises(PlatformError, match=r"by the stream that joins one are wrong"):
+        test_platform("""
+            class Hasty(Relay):
+                is_reader = False
+
+                def wait_event(self, event):
+                    self.stream.wait_event(event)
+                    self.is_reader = True
+
+                def __enter__(self):
+                    if not self.is_reader:
+                        self.stream.hold()  # what is to be waited for does not even run
+                    self.is_reader = False
+                    return super().__enter__()
+
+                def join_current(self, tensors):
+                    pass
+
+            @hookimpl
+            def side_stream(device, priority):
+                return Hasty(sim.side_stream(device, priority))
         """)
 
 

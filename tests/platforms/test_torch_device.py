@@ -10,7 +10,7 @@ import torch
 
 from sidestream.errors import PlatformError
 from sidestream.platforms import torch_stream
-from sidestream.platforms.device import DeviceEvent, SideStream
+from sidestream.platforms.device import DeviceEvent, JoiningStream, SideStream
 from sidestream.platforms.host_memory import HostRuntime
 from sidestream.platforms.torch_device import TorchDevice, with_devices
 from sidestream.platforms.torch_stream import TorchEvent
@@ -57,6 +57,14 @@ class VendorStream:
 
     def synchronize(self):
         self.idle.wait()
+
+
+class VendorTensor:
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
 
 
 class VendorModule:
@@ -124,6 +132,18 @@ def test_an_own_event_reaches_the_vendors_stream(device):
     stream, event = device.side_stream(DEVICE, 0), event_of(device)
     stream.wait_event(event)
     assert stream.native.waits == [event.native]
+
+
+def test_the_threads_current_stream_joins_a_side_stream_and_keeps_its_tensors(device, vendor):
+    stream, outer = device.side_stream(DEVICE, 0), device.side_stream(DEVICE, 0)
+    assert isinstance(stream, JoiningStream)
+    tensor = VendorTensor()
+    with outer:
+        stream.join_current([tensor])
+    (waited_for,) = outer.native.waits
+    assert waited_for.passed is stream.native.idle
+    assert tensor.streams == [outer.native]
+    assert vendor.current_stream(DEVICE).waits == []
 
 
 class SubclassedEvent(TorchEvent):

@@ -6,9 +6,13 @@ torch, which skips such a wait without an error and lets the copy overtake the f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,26 @@ class SideStream(Protocol):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+@runtime_checkable
+class JoiningStream(SideStream, Protocol):
+    """A side stream whose work the stream of a forward can go on with; not required of plugins.
+
+    Without it step mode prepares requests on the stream of the other requests' steps.
+    """
+
+    def join_current(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the calling thread's current stream wait for all work queued here; returns at once.
+
+        On the device: the host does not wait. ``tensors`` were made on this stream and are used by
+        the current one from now on: once they die, their memory is not given to anybody else
+        before what the current stream has queued by then is done (``Tensor.record_stream``).
+
+        Raises:
+            PlatformError: One of them can't be done.
+        """
+        ...
 
 
 class HostPin(Protocol):

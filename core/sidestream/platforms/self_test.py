@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from sidestream.errors import PlatformError, PluginContractError, PluginError, SidestreamError
-from sidestream.platforms.device import DeviceEvent, SideStream
+from sidestream.platforms.device import DeviceEvent, JoiningStream, SideStream
 from sidestream.platforms.platform import Platform
 
 if TYPE_CHECKING:
     import torch
 
+    #: Queues one stream's writing and another's copy; gives the events behind each.
+    _Queue = Callable[
+        ["_Rounds", Callable[[], None], torch.Tensor, torch.Tensor],
+        tuple[DeviceEvent, DeviceEvent],
+    ]
+
 logger = logging.getLogger(__name__)
 
-#: How often the copy has to be queued in time, and how often that is tried.
+#: How often a side stream's copy has to be queued in time, and how often any is tried.
 _ROUNDS: Final = 3
 _TRIES: Final = 6
 _CHECKED_BYTES: Final = 1 << 20
@@ -30,8 +38,9 @@ _TIMEOUT_S: Final = 60.0
 def self_test(platform: Platform, device: torch.device) -> None:
     """Copy fresh bytes off ``device`` by a side stream into poisoned memory and compare them all.
 
-    A wait that the platform skips shows as poison. A round counts only if the work that the copy
-    has to wait for was incomplete once the copy was queued; else it would prove nothing. Needs
+    Where the side stream can be joined, so too by the current stream what the side stream wrote. A
+    wait that the platform skips shows as poison. A round counts only if the work that the copy has
+    to wait for was incomplete once the copy was queued; else it would prove nothing. Needs
     ``platform.set_device(device)`` before, in this thread; takes milliseconds on a device and does
     nothing on the no-op base.
 
@@ -44,21 +53,10 @@ def self_test(platform: Platform, device: torch.device) -> None:
     try:
         side = _checked_stream(platform, device)
         _refuse_foreign_event(platform, side)
-        counted, delay_bytes = 0, _DELAY_BYTES
-        for _ in range(_TRIES):
-            if _round(platform, device, side, delay_bytes):
-                counted += 1
-            else:
-                delay_bytes = min(2 * delay_bytes, _LONGEST_DELAY_BYTES)
-            if counted == _ROUNDS:
-                return
-        logger.info(
-            "Of %d copies of the self-test on %s, %d were queued before the work that they wait "
-            "for was done: the host waits when it records an event, or is busy.",
-            _TRIES,
-            device,
-            counted,
-        )
+        _Rounds(platform, device, side, "a side stream", _ROUNDS).run(_copy_beside)
+        if isinstance(side, JoiningStream):
+            # Once: it waits for an event of the same kind.
+            _Rounds(platform, device, side, "the stream that joins one", 1).run(_copy_joined)
     except SidestreamError:
         raise
     except Exception as error:  # whatever the vendor's torch raises; it has no common class
@@ -120,49 +118,105 @@ def _check_plain_copy(platform: Platform, device: torch.device) -> None:
         )
 
 
-def _round(platform: Platform, device: torch.device, side: SideStream, delay_bytes: int) -> bool:
-    """Copy once, and tell whether it was queued before what it has to wait for was done."""
-    import torch
+@dataclass(frozen=True)
+class _Rounds:
+    """Copies by one stream of what another writes, slowly."""
 
-    sent = torch.frombuffer(bytearray(os.urandom(_CHECKED_BYTES)), dtype=torch.uint8)
-    fresh = torch.empty_like(sent, device=device)
-    fresh.copy_(sent)
-    source = torch.empty_like(fresh)
-    source.copy_(torch.full_like(sent, _POISON))
-    ballast = _host_buffer(platform, device, delay_bytes)
-    received = _host_buffer(platform, device, _CHECKED_BYTES)
-    received.fill_(_POISON)
+    platform: Platform
+    device: torch.device
+    side: SideStream
+    #: Which stream copies.
+    whose: str
+    #: How often the copy has to be queued in time.
+    wanted: int
 
-    torch.empty_like(ballast, device=device).copy_(ballast, non_blocking=True)
-    source.copy_(fresh)
-    written = _recorded_event(platform, device)
-    side.wait_event(written)
-    with side:
+    def run(self, queue: _Queue) -> None:
+        """Copy until it has counted often enough, or was tried in vain."""
+        counted, delay_bytes = 0, _DELAY_BYTES
+        for _ in range(_TRIES):
+            if self._round(queue, delay_bytes):
+                counted += 1
+            else:
+                delay_bytes = min(2 * delay_bytes, _LONGEST_DELAY_BYTES)
+            if counted == self.wanted:
+                return
+        logger.info(
+            "Of %d copies of the self-test on %s by %s, %d were queued before the work that they "
+            "wait for was done: the host waits when it records an event, or is busy.",
+            _TRIES,
+            self.device,
+            self.whose,
+            counted,
+        )
+
+    def _round(self, queue: _Queue, delay_bytes: int) -> bool:
+        """Copy once, and tell whether it was queued before what it has to wait for was done."""
+        import torch
+
+        platform, device = self.platform, self.device
+        sent = torch.frombuffer(bytearray(os.urandom(_CHECKED_BYTES)), dtype=torch.uint8)
+        fresh = torch.empty_like(sent, device=device)
+        fresh.copy_(sent)
+        source = torch.empty_like(fresh)
+        source.copy_(torch.full_like(sent, _POISON))
+        ballast = _host_buffer(platform, device, delay_bytes)
+        received = _host_buffer(platform, device, _CHECKED_BYTES)
+        received.fill_(_POISON)
+
+        def write() -> None:
+            torch.empty_like(ballast, device=device).copy_(ballast, non_blocking=True)
+            source.copy_(fresh)
+
+        written, copied = queue(self, write, source, received)
+        was_early = not written.query()
+        if not copied.wait(_TIMEOUT_S):
+            raise PlatformError(
+                f"The self-test's copy from {device} did not end in {_TIMEOUT_S:g} s "
+                f"(plugin {platform.name!r}).",
+                platform=platform.name,
+            )
+        wrong = int((received != sent).sum())
+        if wrong:
+            raise PlatformError(
+                f"Plugin {platform.name!r}: {wrong} of {_CHECKED_BYTES} bytes copied from {device} "
+                f"by {self.whose} are wrong or late: either it does not wait for what the other "
+                "stream had queued (record_device_event, wait_event, join_current), or the copy's "
+                "event comes too early; outputs would be wrong.",
+                platform=platform.name,
+            )
+        if not (copied.query() and written.query()):
+            raise PluginContractError(
+                f"Plugin {platform.name!r}: an event says that it is incomplete after a later one "
+                f"of {device} was waited for.",
+                plugin=platform.name,
+                hook="record_device_event",
+            )
+        return was_early
+
+
+def _copy_beside(
+    test: _Rounds, write: Callable[[], None], source: torch.Tensor, received: torch.Tensor
+) -> tuple[DeviceEvent, DeviceEvent]:
+    """Write on the current stream, copy on the side stream; give the events of both."""
+    write()
+    written = _recorded_event(test.platform, test.device)
+    test.side.wait_event(written)
+    with test.side:
         received.copy_(source, non_blocking=True)
-        copied = side.record_event()
-    was_early = not written.query()
-    if not copied.wait(_TIMEOUT_S):
-        raise PlatformError(
-            f"The self-test's copy from {device} did not end in {_TIMEOUT_S:g} s "
-            f"(plugin {platform.name!r}).",
-            platform=platform.name,
-        )
-    wrong = int((received != sent).sum())
-    if wrong:
-        raise PlatformError(
-            f"Plugin {platform.name!r}: {wrong} of {_CHECKED_BYTES} bytes copied from {device} by "
-            "a side stream are wrong or late: either the side stream does not wait for the event "
-            "of record_device_event, or the copy's event comes too early; outputs would be wrong.",
-            platform=platform.name,
-        )
-    if not (copied.query() and written.query()):
-        raise PluginContractError(
-            f"Plugin {platform.name!r}: an event says that it is incomplete after a later one of "
-            f"{device} was waited for.",
-            plugin=platform.name,
-            hook="record_device_event",
-        )
-    return was_early
+        return written, test.side.record_event()
+
+
+def _copy_joined(
+    test: _Rounds, write: Callable[[], None], source: torch.Tensor, received: torch.Tensor
+) -> tuple[DeviceEvent, DeviceEvent]:
+    """Write on the side stream, copy on the current stream; give the events of both."""
+    assert isinstance(test.side, JoiningStream)
+    with test.side:
+        write()
+        written = test.side.record_event()
+    test.side.join_current([source])
+    received.copy_(source, non_blocking=True)
+    return written, _recorded_event(test.platform, test.device)
 
 
 def _checked_stream(platform: Platform, device: torch.device) -> SideStream:

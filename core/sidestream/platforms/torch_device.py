@@ -100,6 +100,7 @@ class TorchDevice:
             native,
             enter=lambda stream: self.load().stream(stream),
             record=self.recorded,
+            current=lambda device: self.load().current_stream(device),
         )
 
     @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -111,11 +111,13 @@ class TorchStream:
         *,
         enter: Callable[[Any], AbstractContextManager[Any]],
         record: Callable[[torch.device, Any, bool], TorchEvent],
+        current: Callable[[torch.device], Any],
     ) -> None:
         self._platform: Final = platform
         self._device: Final = device
         self._enter: Final = enter
         self._record: Final = record
+        self._current: Final = current
         self._entered: Final = _EnteredContexts()
         #: The vendor's stream.
         self.native: Final = stream
@@ -131,6 +133,16 @@ class TorchStream:
     def record_event(self, timing: bool = False) -> TorchEvent:
         """Record an event after all work queued here so far."""
         return self._record(self._device, self.native, timing)
+
+    def join_current(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the calling thread's current stream wait for all work queued here.
+
+        ``tensors`` of this stream stay whole until the current stream is done with them.
+        """
+        current = self._current(self._device)
+        current.wait_event(self.record_event().native)
+        for tensor in tensors:
+            tensor.record_stream(current)
 
     def synchronize(self) -> None:
         """Block the host until all work queued here is done.

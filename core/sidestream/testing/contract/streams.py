@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sidestream.errors import PlatformError
-from sidestream.platforms.device import DeviceEvent, SideStream
+from sidestream.platforms.device import DeviceEvent, JoiningStream, SideStream
 from sidestream.platforms.platform import Platform
 from sidestream.testing.contract.busy import BusyStreamContract
 from sidestream.testing.contract.material import (
     A_WHILE_S,
     LIVENESS_S,
+    POISON,
     filled,
     in_a_thread,
     pinned,
@@ -119,6 +120,55 @@ class StreamContract(BusyStreamContract):
         assert copied.wait(LIVENESS_S)
         assert received.equal(sent)
 
+    def test_joining_orders_the_current_stream_after_a_side_stream(
+        self, platform: Platform, device: torch.device, side: SideStream
+    ) -> None:
+        """What a side stream makes is read behind it, and the host does not wait."""
+        import torch
+
+        sent, received = random_bytes(), pinned(platform, device)
+        poison = poison_like(sent)
+        result = filled(device, sent)
+        joining = _joining(platform, side)
+
+        def go_on(made: torch.Tensor) -> DeviceEvent:
+            platform.set_device(device)
+            joining.join_current([made])
+            received.copy_(made, non_blocking=True)
+            return recorded(platform, device)
+
+        # Another thread's current stream is not the side stream.
+        with side, self.busy_stream(device):
+            made = torch.empty_like(result)
+            made.copy_(result)
+            copied = in_a_thread(lambda: go_on(made))
+            assert not copied.wait(A_WHILE_S), "the current stream did not wait"
+            assert received.equal(poison), "bytes arrived before they were made"
+        assert copied.wait(LIVENESS_S)
+        assert received.equal(sent)
+
+    def test_what_a_joined_stream_made_stays_whole_until_it_was_read(
+        self, platform: Platform, device: torch.device, side: SideStream
+    ) -> None:
+        """Nobody is given the memory of a tensor that died before the current stream read it."""
+        import torch
+
+        sent, received = random_bytes(), pinned(platform, device)
+        joining = _joining(platform, side)
+        with side:
+            made = filled(device, sent)
+        with self.busy_stream(device):
+            joining.join_current([made])
+            received.copy_(made, non_blocking=True)
+            copied = recorded(platform, device)
+            del made
+            with side:
+                torch.empty_like(sent, device=device).fill_(POISON)  # where it was, if it may be
+            assert side.record_event().wait(LIVENESS_S)
+            assert not copied.query(), "the current stream is not busy: this proves nothing"
+        assert copied.wait(LIVENESS_S)
+        assert received.equal(sent)
+
     def test_a_thread_is_bound_to_a_device_of_its_own(
         self, platform: Platform, device: torch.device
     ) -> None:
@@ -175,6 +225,12 @@ class StreamContract(BusyStreamContract):
         platform.synchronize_device(device)
         assert current.query()
         assert beside.query()
+
+
+def _joining(platform: Platform, stream: SideStream) -> JoiningStream:
+    if not isinstance(stream, JoiningStream):
+        pytest.skip(f"{platform.name}'s streams have no join_current()")
+    return stream
 
 
 class _ForeignEvent:
