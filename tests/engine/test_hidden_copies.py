@@ -97,6 +97,8 @@ def test_an_output_thread_without_a_worker_can_not_tell(engine):
         ([(9.0, 10.5), (11.5, 11.75), (11.75, None)], 1.0),
         ([(3.0, 9.0)], 0.0),
         ([(0.0, 20.0), (0.0, 20.0)], 2.0),
+        ([(10.0, 11.0), (10.25, 10.75), (10.5, 11.5)], 1.5),  # a request prepared beside steps
+        ([(11.5, 13.0), (9.0, 10.5)], 1.0),
     ],
 )
 def test_a_span_shares_what_lies_in_others(spans, shared):

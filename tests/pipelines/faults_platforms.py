@@ -18,6 +18,9 @@ orders = {
     "wait raises": 0,
     "wait answers False": 0,
     "wait_event raises": 0,
+    "join raises": 0,
+    "join forgets to wait": 0,
+    "join forgets the memory": 0,
     "stall": 0,
 }
 
@@ -210,6 +213,26 @@ class Unsure(Relay):
         return UnsureEvent(sim.record_device_event(device, timing))
 
 
+class JoinableStream(RelayStream):
+    """Can be joined, and does that wrong on order."""
+
+    def join_current(self, tensors):
+        if _is_ordered("join raises"):
+            sim.default_stream().release()
+            raise OSError("the driver's pipe is broken")
+        if _is_ordered("join forgets to wait"):
+            return
+        self.stream.join_current([] if _is_ordered("join forgets the memory") else tensors)
+
+
+class Joinable(Relay):
+    name = "joinable"
+
+    @hookimpl
+    def side_stream(self, device, priority):
+        return JoinableStream(sim.side_stream(device, priority))
+
+
 # --- stalls a copy when it is told to -------------------------------------------------------------
 
 
@@ -277,4 +300,5 @@ accepts_foreign_events = AcceptsForeignEvents()
 skips_waits = SkipsWaits()
 no_streams = NoStreams()
 unsure = Unsure()
+joinable = Joinable()
 stalls = Stalls()

@@ -154,5 +154,61 @@ class SharedWalk(Walk):
         return list(torch.ones_like(torch.stack([state.latents for state in states])))
 
 
+class Besides(SharedWalk):
+    """The same, prepared as real pipelines are, on a stream of its own unless told "between".
+
+    Copies its seed from the host, which blocks, and reads it back. Each step uses what preparing
+    made, a tensor deep inside the state. Prompts: "break-prepare": the device fails in it;
+    "fill-memory": there is none left; "hold-prepare": its last kernels don't run before the test
+    releases side streams; "hold-once-1": nor those of its first step, ever (the first time).
+    """
+
+    def may_prepare_beside(self, request):
+        return "between" not in request.prompt
+
+    def prepare_encode(self, request):
+        from sidestream.testing import sim
+
+        state = super().prepare_encode(request)
+        if "break-prepare" in request.prompt:
+            sim.fault(0, "a kernel of the prompt's encoder", torch.sim.current_stream())
+        if "fill-memory" in request.prompt:
+            torch.empty(1 << 40, device=self.device)
+        seed = torch.full(state.latents.shape, float(request.sampling_params.seed)).to(self.device)
+        assert seed.flatten()[0].item() == request.sampling_params.seed
+        ones = torch.ones(state.latents.shape).to(self.device)
+        stream = torch.sim.current_stream()
+        if "hold-prepare" in request.prompt:
+            stream.hold()
+        state.latents = seed * 1
+        state.prepared = {"one": [Inner(ones * 1)]}
+        self.events.append(("prepared", stream.name))
+        return self._keep(state)
+
+    def _misbehave(self, state):
+        super()._misbehave(state)
+        prompt = state.request.prompt
+        if f"hold-once-{state.step + 1}" in prompt and self._is_first(prompt):
+            self.hold_forwards()
+
+    def denoise_step(self, state):
+        self._misbehave(state)
+        self.events.append(("step", state.request.request_id))
+        return state.prepared["one"][0].tensor * 1
+
+    def denoise_steps(self, states):
+        return [self.denoise_step(state) for state in states]
+
+    def step_scheduler(self, state, noise_pred):
+        super().step_scheduler(state, noise_pred)
+        if state.done:
+            del state.prepared  # while the device may still be in front of the first step
+
+
+@dataclass
+class Inner:
+    tensor: torch.Tensor
+
+
 class NoStages(Gradient):
     """Has a forward and nothing else."""

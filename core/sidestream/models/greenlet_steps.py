@@ -34,7 +34,9 @@ class GreenletSteps:
     before the pipeline's first call of its transformer (or unet), the next two around
     ``scheduler.step``. They run in the thread that called the first of them. A pipeline that
     sets its timesteps more than once, as one that makes a video in parts does, is stepped through
-    the first part, and the last stage does the rest.
+    the first part, and the last stage does the rest. No request is prepared beside the steps of
+    others: what a suspended call holds on the device is in its frames, where nobody finds it, and
+    what a library keeps in a pipeline beside that is not known.
     """
 
     #: A ``diffusers.DiffusionPipeline``.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestream.models.diffusers_pipeline import named_arguments, with_signature_defaults
 from sidestream.models.helios_steps import HeliosState, HeliosSteps
+from sidestream.models.plain_networks import are_plain
 from sidestream.models.video import DiffusersVideo, LatentScale
 from sidestream.models.video_size import VideoSize
 
@@ -79,6 +80,11 @@ class Helios(DiffusersVideo):
 
     def _size(self, given: Mapping[str, Any]) -> VideoSize:
         return self._steps.size(given)
+
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        """Let a request be prepared beside steps, unless by suspending the library's call."""
+        named = named_arguments(self.pipeline.__call__, request)
+        return named.keys() <= _STEPPED and are_plain(self.pipeline.text_encoder)
 
     @torch.no_grad()
     def prepare_encode(self, request: DiffusionRequest) -> StepState:

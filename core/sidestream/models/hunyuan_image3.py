@@ -18,6 +18,7 @@ from torch import Tensor
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.hunyuan_image3_transformer import Canvas, HunyuanImage3Transformer, Prefix
+from sidestream.models.plain_networks import are_plain
 from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed, generators
@@ -114,6 +115,10 @@ class HunyuanImage3:
             if self.on_step is not None:
                 self.on_step(state.step)
         return self.post_decode(state)
+
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        """Let a request be prepared beside steps unless the trunk is offloaded or compiled."""
+        return are_plain(self.pipeline.transformer)
 
     @torch.no_grad()
     def prepare_encode(self, request: DiffusionRequest) -> HunyuanImage3State:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
+from sidestream.models.plain_networks import are_plain
 from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.qwen_image_steps import QwenImageState, QwenImageSteps
 from sidestream.models.registry import read_defaults
@@ -110,6 +111,10 @@ class QwenImage:
         named = named_arguments(self.pipeline.__call__, request)
         call = self._call([request], [params], named)
         return self._steps.prepare(request, params, call, is_special=bool(named))
+
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        """Let a request be prepared beside steps unless its prompt's encoder is offloaded."""
+        return are_plain(self.pipeline.text_encoder)
 
     def share_key(self, state: QwenImageState) -> Hashable | None:
         """Let states of one size, guided or not, share a forward at whatever step each is."""

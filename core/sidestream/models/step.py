@@ -49,6 +49,12 @@ class StepPipeline(Pipeline, Protocol):
     ``denoise_steps(states) -> Sequence[Tensor]`` (absent: one ``denoise_step`` each)
         One forward for several states, one noise prediction each. It leaves the states as they
         are: if it raises, each is stepped alone.
+    ``may_prepare_beside(request) -> bool`` (absent: False)
+        Whether ``prepare_encode`` may run on a stream of its own while steps of other requests
+        are queued, so that it waits for none of them. For that it reads on the device only what
+        ``load`` or a called method made, or what it made itself; changes nothing that other stages
+        read; and all that it makes for them is in the state: in collections or attributes, not in
+        a closure or a generator. Weights that hooks move or cast as they run rule it out.
     """
 
     def prepare_encode(self, request: DiffusionRequest) -> StepState:
@@ -65,6 +71,14 @@ class StepPipeline(Pipeline, Protocol):
 
     def post_decode(self, state: StepState) -> Any:
         """Decode what is done into the payload that ``forward`` would give."""
+        ...
+
+
+class PreparedBeside(Protocol):
+    """The optional method by which requests are prepared beside the steps of others."""
+
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        """Say whether this request's ``prepare_encode`` may run on a stream of its own."""
         ...
 
 

@@ -90,11 +90,11 @@ class ForwardLog:
 def shared_s(start: float, end: float, spans: Iterable[tuple[float | None, float | None]]) -> float:
     """Give the seconds between ``start`` and ``end`` that lie in one of ``spans``.
 
-    Spans follow each other. One without a start has not begun, one without an end still runs.
+    Spans may overlap. One without a start has not begun, one without an end still runs.
     """
-    shared = sum(
-        max(0.0, min(end, end if last is None else last) - max(start, first))
-        for first, last in spans
-        if first is not None
-    )
+    begun = [(first, end if last is None else last) for first, last in spans if first is not None]
+    shared, reached = 0.0, start
+    for first, last in sorted(begun):
+        shared += max(0.0, min(end, last) - max(reached, first))
+        reached = max(reached, last)
     return min(shared, max(0.0, end - start))

@@ -48,6 +48,14 @@ class Stages:
             else lambda _state: None
         )
 
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        """Tell whether :meth:`prepare` may run on a stream of its own for this request."""
+        ask = getattr(self._pipeline, "may_prepare_beside", None)
+        if not callable(ask):
+            return False
+        with _as_request_error(request):
+            return bool(ask(request))
+
     def prepare(self, request: DiffusionRequest) -> StepState:
         """Make the state of a request."""
         with _as_request_error(request):

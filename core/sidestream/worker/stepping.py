@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from sidestream.worker.forwards import Forward
 from sidestream.worker.handover import HandOver
 from sidestream.worker.pipeline import Payload
 from sidestream.worker.place import Places
+from sidestream.worker.prepare_stream import PrepareStream
 from sidestream.worker.sink import OutputLabel
 from sidestream.worker.stages import Stages
 
@@ -62,6 +64,7 @@ class Stepper:
         outputs: HandOver,
         control: ControlPage,
         places: Places,
+        preparing: PrepareStream,
         *,
         send: Callable[[AsyncDiffusionOutput], None],
         decode_request: Callable[[bytes], DiffusionRequest],
@@ -72,11 +75,14 @@ class Stepper:
         self._outputs = outputs
         self._control = control
         self._places = places
+        self._preparing = preparing
         self._send = send
         self._decode_request = decode_request
         self._post_process = post_process
         self._sends_chunks = sends_chunks
         self._residents: dict[int, _Resident] = {}
+        # Of outputs that are not out yet.
+        self._handed_over: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._last_share = 0
         self._share_keys: dict[object, int] = {}
 
@@ -87,6 +93,10 @@ class Stepper:
     def close(self) -> None:
         """Let go of the states."""
         self._residents.clear()
+
+    def note_call(self) -> None:
+        """Note that a method was called, which may have changed the pipeline."""
+        self._preparing.note_changed()
 
     def execute(self, command: ExecuteStep) -> None:
         """Run one call and answer it, once all of it is queued on the device."""
@@ -130,20 +140,26 @@ class Stepper:
             self._places.give_back()
             self._outputs.aborts.answer(label, AbortOutcome.NEVER_STARTED)
             return _gone(number)
-        forward: Forward | None = None
         try:
-            forward = self._outputs.begin_forward()
-            state = self._stages.prepare(self._decode_request(packed))
-            share = self._share_of(state)
+            self._residents[number] = self._make_resident(self._decode_request(packed))
         except BaseException as error:  # noqa: BLE001 - boundary: the pipeline; the loop goes on
             self._places.give_back()
-            self._outputs.fail(error, partial(self._refuse, label))
+            self._report(error, label)
             return _gone(number)
-        finally:
-            if forward is not None:
-                self._outputs.end_step(forward)
-        self._residents[number] = _Resident(state, forward, share)
         return self._kept(number)
+
+    def _make_resident(self, request: DiffusionRequest) -> _Resident:
+        may_be_beside = self._stages.may_prepare_beside(request)
+        with self._preparing.block(may_be_beside=may_be_beside) as preparation:
+            if preparation.is_beside:
+                self._share_blame()
+            forward = self._outputs.begin_forward(is_shared=preparation.is_beside)
+            try:
+                state = self._stages.prepare(request)
+                preparation.made.append(state)
+            finally:
+                self._outputs.end_step(forward)
+        return _Resident(state, forward, self._share_of(state))
 
     def _denoise(self, labels: list[OutputLabel]) -> list[StepResult]:
         results, members = [], []
@@ -160,6 +176,7 @@ class Stepper:
         for label, number in members:
             results.append(self._advance(label, number, predictions.pop(number), forward))
         self._outputs.end_step(forward)
+        self._preparing.note_queued(forward.ended)
         return results
 
     def _predict(self, numbers: list[int]) -> dict[int, Tensor | RequestError | None]:
@@ -238,7 +255,13 @@ class Stepper:
         on_done: Callable[[], None],
     ) -> None:
         # Of a request's own forwards none is later than its output.
-        whole = Forward(number=last.number, started=first.started, started_at=first.started_at)
+        whole = Forward(
+            number=last.number,
+            started=first.started,
+            started_at=first.started_at,
+            is_shared=first.is_shared,
+        )
+        self._handed_over.add(whole)
         timings = OutputTimings(
             forward_started_at=first.started_at, forward_ended_at=time.monotonic()
         )
@@ -252,8 +275,18 @@ class Stepper:
         number = number_of(label.output_id)
         del self._residents[number]
         self._places.give_back()
-        self._outputs.fail(error, partial(self._refuse, label))
+        self._report(error, label)
         return _gone(number)
+
+    def _report(self, error: BaseException, label: OutputLabel) -> None:
+        """Answer for a request that is no longer here, unless the device may be lost by another."""
+        beside = Forward(started_at=time.monotonic(), is_shared=bool(self._residents))
+        self._outputs.fail(error, partial(self._refuse, label), beside)
+
+    def _share_blame(self) -> None:
+        """Note that a fault of the device may from now on be that of a request prepared beside."""
+        for forward in (*self._handed_over, *(one.forward for one in self._residents.values())):
+            forward.is_shared = True
 
     def _refuse(self, label: OutputLabel, error: BaseException) -> None:
         if not isinstance(error, RequestError):

@@ -51,6 +51,7 @@ from sidestream.worker.forwards import Forward
 from sidestream.worker.handover import HandOver
 from sidestream.worker.pipeline import LoadedPipeline, Payload, resolve_dtype
 from sidestream.worker.place import Place, Places
+from sidestream.worker.prepare_stream import PrepareStream
 from sidestream.worker.running import RunningForward
 from sidestream.worker.sink import OutputLabel, OutputSink
 from sidestream.worker.stages import Stages
@@ -221,6 +222,9 @@ class Worker:
             self._outputs,
             self._control,
             self._places,
+            PrepareStream(
+                self.platform, self.device, record=lambda: self._outputs.transfer.record()
+            ),
             send=self._port.send,
             decode_request=decode_request,
             post_process=self.pipeline.post_process,
@@ -308,7 +312,11 @@ class Worker:
             args, kwargs = unpack_bytes(command.arguments)
             owner = self if command.method in _OWN_METHODS else self.pipeline.pipeline
             target: Callable[..., Any] = getattr(owner, command.method)
-            result = target(*args, **kwargs)
+            try:
+                result = target(*args, **kwargs)
+            finally:
+                if self._stepper is not None and owner is not self:
+                    self._stepper.note_call()
             message = AsyncDiffusionOutput(
                 kind=AsyncOutputKind.RPC_RESULT, rpc_id=command.rpc_id, result=result
             )
