@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import resource
@@ -39,7 +38,7 @@ def memfd(content: bytes) -> int:
 
 def taken_apart(frame: Frame) -> dict:
     """Give a frame's fields, with what its descriptor leads to instead of its number."""
-    fields = dataclasses.asdict(dataclasses.replace(frame, body=bytes(frame.body)))
+    fields = frame._replace(body=bytes(frame.body))._asdict()
     if frame.slot_fd is not None:
         fields["slot_fd"] = os.pread(frame.slot_fd, 100, 0)
         os.close(frame.slot_fd)
@@ -61,6 +60,8 @@ frames = st.builds(
     body=st.sampled_from([0, 1, 1000, MAX_INLINE_BYTES - 1, MAX_INLINE_BYTES])
     .flatmap(lambda n: st.sampled_from([n, n + 1, n * 5]))
     .map(lambda n: bytes(range(256)) * (n // 256) + bytes(n % 256)),
+    slot_fd=st.none(),
+    body_error=st.none(),
 )
 
 
@@ -76,7 +77,7 @@ def test_frames_arrive_whole_and_in_order(batch):
     reader.start()
     for number, (frame, has_fd) in enumerate(batch):
         fd = memfd(b"slot %d" % number) if has_fd else None
-        frame = dataclasses.replace(frame, slot_fd=fd)
+        frame = frame._replace(slot_fd=fd)
         ours.send(frame)
         sent.append(taken_apart(frame))
     reader.join()

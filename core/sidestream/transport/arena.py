@@ -39,6 +39,8 @@ class Slot:
     States: held (the writer's), announced (the reader's), returned.
     """
 
+    __slots__ = ("_block", "buffer", "nbytes", "offset", "token")
+
     def __init__(self, block: Block, offset: int, nbytes: int, token: int) -> None:
         self._block: Final = block
         self.offset: Final = offset
@@ -46,7 +48,7 @@ class Slot:
         #: Never used twice, so a late or repeated return can't free somebody else's slot.
         self.token: Final = token
         #: 1-D uint8 over exactly this range; page-locked where its arena is.
-        self.buffer: Final = block.buffer[offset : offset + nbytes]
+        self.buffer: Final = block.view(offset, nbytes)
 
     @property
     def arena_id(self) -> int:
@@ -135,6 +137,10 @@ class SlotPool:
             made=self._made,
         )
 
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether a slot of ``nbytes`` is free."""
+        return self._best_fit(_round_up(max(nbytes, 1), SLOT_ALIGNMENT)) is not None
+
     def acquire(self, nbytes: int) -> Slot:
         """Take a slot of ``nbytes``; never blocks.
 
@@ -144,9 +150,13 @@ class SlotPool:
         if self._is_closed:
             raise InternalError("A slot was asked of a pool that is closed.")
         room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
-        arena = self._best_fit(room) or self._grow(room)
-        if arena is not None:
-            return self._register(arena, arena.take(room), nbytes)
+        fit = self._best_fit(room)
+        if fit is not None:
+            arena, index = fit
+            return self._register(arena, arena.take(index, room), nbytes)
+        grown = self._grow(room)
+        if grown is not None:
+            return self._register(grown, grown.take(0, room), nbytes)
         block = self._one_shot(max(nbytes, 1))
         self._one_shots += 1
         self._made += 1
@@ -239,10 +249,14 @@ class SlotPool:
         self._slots[slot.token] = slot
         return slot
 
-    def _best_fit(self, room: int) -> Arena | None:
-        fits = ((arena.best_fit(room), arena) for arena in self._arenas.values())
-        fitting = [(size, arena.id) for size, arena in fits if size is not None]
-        return self._arenas[min(fitting)[1]] if fitting else None
+    def _best_fit(self, room: int) -> tuple[Arena, int] | None:
+        """Find the smallest free range of at least ``room``, by its arena and index there."""
+        fit, least = None, 0
+        for arena in self._arenas.values():
+            for index, (_, size) in enumerate(arena.free_ranges):
+                if size >= room and (fit is None or size < least):
+                    fit, least = (arena, index), size
+        return fit
 
     def _grow(self, room: int) -> Arena | None:
         """Add an arena, a small one if there is no memory for a large one, or none."""

@@ -14,6 +14,9 @@ from sidestream.transport.memory import allocate
 if TYPE_CHECKING:
     from sidestream.platforms.device import HostPin
 
+#: A block keeps this many tensors at most.
+_MAX_VIEWS: Final = 64
+
 
 class Block:
     """A mapped memfd, with its descriptor until the reader was told of it."""
@@ -24,7 +27,17 @@ class Block:
         fd, self._mapping = allocate(nbytes)
         self.fd: int | None = fd
         self.buffer = torch.from_numpy(self._mapping.array(0, nbytes))
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._pin: HostPin | None = None
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """View a range; the same tensor again for the same range, since outputs are much alike."""
+        view = self._views.get((offset, nbytes))
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[offset, nbytes] = self.buffer[offset : offset + nbytes]
+        return view
 
     def lock(self, pin: Callable[[int, int], HostPin | None]) -> None:
         """Page-lock it, once: that costs more than many copies."""
@@ -69,19 +82,13 @@ class Arena(Block):
         """Tell whether it is more useful as free memory."""
         return self.is_idle and 2 * self._retired_bytes >= self.nbytes
 
-    def best_fit(self, room: int) -> int | None:
-        """Give the size of the smallest free range of at least ``room``."""
-        return min((size for _, size in self.free_ranges if size >= room), default=None)
-
-    def take(self, room: int) -> int:
-        """Take ``room`` from the smallest range that has it; gives the offset."""
-        index = min(
-            (i for i, (_, size) in enumerate(self.free_ranges) if size >= room),
-            key=lambda i: self.free_ranges[i][1],
-        )
+    def take(self, index: int, room: int) -> int:
+        """Take ``room`` from a free range that has it; gives the offset."""
         offset, size = self.free_ranges[index]
-        rest = [(offset + room, size - room)] if size > room else []
-        self.free_ranges[index : index + 1] = rest
+        if size > room:
+            self.free_ranges[index] = offset + room, size - room
+        else:
+            del self.free_ranges[index]
         self._in_use += 1
         return offset
 

@@ -24,6 +24,12 @@ __all__ = ["Channel", "ChannelClosed", "Frame", "channel_pair"]
 _MAX_FDS: Final = 2
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
+# As plain numbers: combining two members of the enumeration takes longer than asking the kernel.
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+_DONT_WAIT: Final = int(socket.MSG_DONTWAIT)
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CUT_SHORT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+
 #: How long a sender waits when too many descriptors are on their way: nothing tells of arrivals.
 _DESCRIPTORS_RETRY_S: Final = 0.001
 
@@ -159,12 +165,16 @@ class Channel:
             time.sleep(_DESCRIPTORS_RETRY_S)
 
     def _try_send(self, parts: Sequence[bytes | memoryview], fds: Sequence[int]) -> bool:
-        return self._sendmsg(parts, fds, socket.MSG_DONTWAIT)
+        return self._sendmsg(parts, fds, _DONT_WAIT)
 
     def _sendmsg(self, parts: Sequence[bytes | memoryview], fds: Sequence[int], flags: int) -> bool:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        flags |= _NO_SIGNAL
         try:
-            self._socket.sendmsg(parts, ancillary, flags | socket.MSG_NOSIGNAL)
+            if fds:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+                self._socket.sendmsg(parts, [rights], flags)
+            else:
+                self._socket.send(b"".join(parts), flags)
         except BlockingIOError:
             return False
         except ConnectionError as error:
@@ -179,7 +189,7 @@ class Channel:
 
     def _receive(self, fds: list[int]) -> bytes | None:
         """Receive a message; its descriptors are appended to ``fds`` whatever happens."""
-        flags = socket.MSG_CMSG_CLOEXEC | (0 if self._is_blocking else socket.MSG_DONTWAIT)
+        flags = _CLOSE_ON_EXEC if self._is_blocking else _CLOSE_ON_EXEC | _DONT_WAIT
         while True:
             try:
                 data, ancillary, state, _ = self._socket.recvmsg(
@@ -201,7 +211,7 @@ class Channel:
                 received = array.array("i")
                 received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
                 fds.extend(received)
-        if state & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if state & _CUT_SHORT:
             raise ChannelClosed(
                 "A message arrived cut short: this process has no free file descriptor "
                 "(ulimit -n), or the other end runs another version of sidestream."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from sidestream.transport.memory import HostMemoryError, attach, share
 
@@ -20,10 +19,11 @@ _HEADER: Final = struct.Struct("<BBHIQQQQQQQQ")
 MAX_MESSAGE_BYTES: Final = _HEADER.size + MAX_OUTPUT_ID_BYTES + MAX_INLINE_BYTES
 
 _ONE_SHOT, _SLOT_FD, _BODY_FD = 1, 2, 4
+#: How many descriptors come along, by these flags.
+_DESCRIPTORS: Final = {0: 0, _SLOT_FD: 1, _BODY_FD: 1, _SLOT_FD | _BODY_FD: 2}
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One message.
 
     The slot fields are meant if ``token`` is not 0; they are those of ``arena.Slot`` and of
@@ -95,9 +95,9 @@ def decode(data: bytes, fds: list[int]) -> Frame:
             f"A message of {len(data)} bytes and version {data[0]} arrived where version "
             f"{_VERSION} is spoken: the other end runs another version of sidestream."
         )
-    _, kind, flags, id_nbytes, rpc_id, attempt, *slot, body_nbytes = _HEADER.unpack_from(data)
-    arena_id, offset, nbytes, token, arena_nbytes = slot
-    expected = bool(flags & _SLOT_FD) + bool(flags & _BODY_FD)
+    _, kind, flags, id_nbytes, *numbers, body_nbytes = _HEADER.unpack_from(data)
+    rpc_id, attempt, arena_id, offset, nbytes, token, arena_nbytes = numbers
+    expected = _DESCRIPTORS[flags & (_SLOT_FD | _BODY_FD)]
     start = _HEADER.size + id_nbytes
     if len(fds) != expected or (not flags & _BODY_FD and len(data) != start + body_nbytes):
         raise ValueError(
@@ -113,17 +113,17 @@ def decode(data: bytes, fds: list[int]) -> Frame:
         except HostMemoryError as error:
             body_error = error  # the header says whose it is, and who waits has to be told
     return Frame(
-        kind=kind,
-        rpc_id=rpc_id,
-        attempt=attempt,
-        output_id=data[_HEADER.size : start].decode(),
-        arena_id=arena_id,
-        offset=offset,
-        nbytes=nbytes,
-        token=token,
-        arena_nbytes=arena_nbytes,
-        is_one_shot=bool(flags & _ONE_SHOT),
-        body=body,
-        slot_fd=fds.pop(0) if flags & _SLOT_FD else None,
-        body_error=body_error,
+        kind,
+        rpc_id,
+        attempt,
+        data[_HEADER.size : start].decode(),
+        arena_id,
+        offset,
+        nbytes,
+        token,
+        arena_nbytes,
+        bool(flags & _ONE_SHOT),
+        body,
+        fds.pop(0) if flags & _SLOT_FD else None,
+        body_error,
     )

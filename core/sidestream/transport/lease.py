@@ -24,6 +24,8 @@ class Lease:
     States: held, taken (the array has it), released.
     """
 
+    __slots__ = ("_array", "_error")
+
     def __init__(self, array: Bytes | None, error: HostMemoryError | None = None) -> None:
         self._array = array
         self._error = error
@@ -93,17 +95,18 @@ class ArenaMap:
             )
         if is_one_shot:
             return self._lease_one_shot(nbytes, fd, arena_nbytes)
-        try:
-            array = self._array(arena_id, fd, arena_nbytes, offset, nbytes)
-        except HostMemoryError as error:
-            # Told to whoever wants this output: the thread that reads messages has to go on.
-            self._returns.give(token)
-            return Lease(None, error)
+        mapping = self._mappings.get(arena_id)
+        if mapping is not None and fd is None:
+            array = mapping.array(offset, nbytes)
+        else:
+            try:
+                array = self._array(arena_id, fd, arena_nbytes, offset, nbytes)
+            except HostMemoryError as error:
+                # Told to whoever wants this output: the thread that reads messages has to go on.
+                self._returns.give(token)
+                return Lease(None, error)
         # On the array and not on a tensor, which dies before its aliases do.
-        finalizer = weakref.finalize(
-            array, _give_back, self._returns, token, self._forks, self._forks.value, os.getpid()
-        )
-        finalizer.atexit = False
+        self._returns.lend(array, token, self._forks)
         return Lease(array)
 
     def take_releases(self) -> list[bytes]:
@@ -123,7 +126,11 @@ class ArenaMap:
             os.close(fd)
 
     def close(self) -> None:
-        """Let go of the arenas; leases that live keep what they need. Idempotent."""
+        """Let go of the arenas; leases that live keep what they need. Idempotent.
+
+        They give nothing back any more.
+        """
+        self._returns.forget()
         self._mappings.clear()
         while self._unmapped:
             os.close(self._unmapped.popitem()[1])
@@ -174,33 +181,77 @@ class ArenaMap:
         return mapping
 
 
+class _Loan(weakref.ref[Bytes]):
+    """A slot that is to be given back when its array dies."""
+
+    __slots__ = ("born", "forks", "pid", "returns", "token")
+
+    returns: _Returns
+    token: int
+    #: The process and its count of forks when it was lent.
+    pid: int
+    forks: _ForkCount
+    born: int
+
+
 class _Returns:
-    """Tokens on their way back; all that a finalizer may touch."""
+    """Tokens on their way back; all that the death of an array may touch."""
 
     _eventfd = -1
+    # Here and below: a module may be empty already when the last arrays of a process die.
+    _getpid = staticmethod(os.getpid)
+    _retired: Final = RETIRED
 
     def __init__(self, eventfd: int) -> None:
         self._tokens: Final[deque[int]] = deque()
+        # A weak reference must be there to be told. By token.
+        self._loans: Final[dict[int, _Loan]] = {}
         # Its own: the caller's number may belong to another file by the time the last lease dies.
         self._eventfd = os.dup(eventfd)
+        self._wake: Final = functools.partial(os.eventfd_write, self._eventfd, 1)
 
     def __del__(self) -> None:
         if self._eventfd >= 0:
             os.close(self._eventfd)
 
+    def lend(self, array: Bytes, token: int, forks: _ForkCount) -> None:
+        """Have ``token`` given back when ``array`` dies."""
+        # Not weakref.finalize, which takes several times as long.
+        loan = _Loan(array, _end)
+        loan.returns, loan.token = self, token
+        loan.pid, loan.forks, loan.born = os.getpid(), forks, forks.value
+        self._loans[token] = loan
+
+    def end(self, loan: _Loan) -> None:
+        """Return a slot. Runs in whatever thread drops the last view, perhaps inside a lock."""
+        self._loans.pop(loan.token, None)
+        if self._getpid() != loan.pid:
+            return  # a forked child dropped its copy; the parent may still read
+        was_forked = loan.forks.value != loan.born
+        self.give(loan.token | self._retired if was_forked else loan.token)
+
     def give(self, word: int) -> None:
-        # No lock and nothing that blocks: see _give_back.
+        """Have a token taken; no lock and nothing that blocks, see :meth:`end`."""
         self._tokens.append(word)
         try:
-            os.eventfd_write(self._eventfd, 1)
+            self._wake()
         except OSError:
             pass  # it is full, so the reader is awake
 
     def take(self) -> list[int]:
+        """Give what came back since the last call."""
         words = []
         while self._tokens:
             words.append(self._tokens.popleft())
         return words
+
+    def forget(self) -> None:
+        """Expect nothing back any more."""
+        self._loans.clear()
+
+
+def _end(loan: _Loan) -> None:
+    loan.returns.end(loan)
 
 
 class _ForkCount:
@@ -219,13 +270,6 @@ class _ForkCount:
 def _fork_count() -> _ForkCount:
     """Register once in a process: there is no way to take a fork handler back."""
     return _ForkCount()
-
-
-def _give_back(returns: _Returns, token: int, forks: _ForkCount, born: int, pid: int) -> None:
-    """Return a slot. Runs in whatever thread drops the last view, perhaps inside a lock."""
-    if os.getpid() != pid:
-        return  # a forked child dropped its copy; the parent may still read
-    returns.give(token if forks.value == born else token | RETIRED)
 
 
 def _attach(fd: int, nbytes: int, part: slice = slice(None)) -> Mapping:

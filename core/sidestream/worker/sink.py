@@ -220,13 +220,22 @@ class SlotSink:
 
     def allocate(self, nbytes: int) -> Slot:
         """Take a free slot, after taking in what came back."""
-        while (chunk := self._releases.receive_bytes()) is not None:
-            self._pool.take_releases(chunk)
+        # One message for each output, as a rule: to look for more takes longer than to read one.
+        while self._take_in() and not self._pool.has_room(nbytes):
+            pass
         try:
             return self._pool.acquire(nbytes)
         finally:
             for arena_id in self._pool.take_dropped():
                 self._messages.send(Frame(kind=ARENA_DROPPED, arena_id=arena_id))
+
+    def _take_in(self) -> bool:
+        """Take in a message of slots that came back; False: none is there."""
+        chunk = self._releases.receive_bytes()
+        if chunk is None:
+            return False
+        self._pool.take_releases(chunk)
+        return True
 
     def publish(
         self,
