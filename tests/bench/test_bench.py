@@ -66,13 +66,14 @@ def test_a_dropped_output_is_made_and_not_moved(session):
 
 
 def test_kept_and_dropped_outputs_are_compared_in_blocks_that_take_turns(session):
-    pairs = run_blocks(session.engine("on"), SMALL, SMALL.without_output(), 2)
+    quick = dataclasses.replace(SMALL, forward_s=0.002)
+    pairs = run_blocks(session.engine("on"), quick, quick.without_output(), 2)
     began = [[forward.began_at for forward in block] for pair in pairs for block in pair]
     # Kept, dropped, dropped, kept; each with the one forward that follows it.
     in_turn = began[0] + began[1][1:] + began[3][1:] + began[2][1:]
     assert in_turn == sorted(set(in_turn))
     assert len(in_turn) == 4 * BLOCK + 1
-    (found,) = slowdown(session, [SMALL], rounds=1, seconds=0.05)
+    (found,) = slowdown(session, [quick], rounds=1, seconds=0.02)
     (row,) = found.tables[0].rows
     assert row["pairs"] == 1
     assert row["forward_ratio"] > 0
@@ -81,7 +82,7 @@ def test_kept_and_dropped_outputs_are_compared_in_blocks_that_take_turns(session
 
 def test_a_ratio_lies_in_its_interval_which_shrinks_with_more_pairs():
     spread = [(1 + 0.1 * (number % 5 - 2), 1.0) for number in range(25)]
-    few, many = ratio_of(spread[:10]), ratio_of(40 * spread)
+    few, many = ratio_of(spread[:10]), ratio_of(8 * spread)
     assert few.low < few.value == 1.0 < few.high
     assert few.high - few.low > many.high - many.low
     assert ratio_of([(1.02, 1.0)] * 9).interval == "1.0200-1.0200"
