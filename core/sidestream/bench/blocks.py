@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sidestream.engine import DiffusionEngine
 
 #: Forwards of a block. The first one counts for none: it runs beside the other way's last copy.
-BLOCK: Final = 8
+BLOCK: Final = 6
 #: Resamples of an interval, and its share.
 _RESAMPLES: Final = 2000
 _CONFIDENCE: Final = 0.95
