@@ -17,6 +17,9 @@ from sidestream.cli.main import run
         (["generate", "digits", "--out", ".", "--height", "0"], "Invalid value for '--height'"),
         (["generate", "digits", "--out", ".", "--dtype", "int8"], "Invalid value for '--dtype'"),
         (["generate", "digits", "--out", ".", "--prompts", "not-there"], "No such file"),
+        (["generate", "x", "--out", ".", "--image", "not-there"], "there is no file 'not-there'"),
+        (["generate", "x", "--out", ".", "--image", __file__], "can't be read as a picture (Uni"),
+        (["generate", "x", "--out", ".", "--image", "."], "'.' can't be read as a picture (IsADir"),
         (["make-checkpoint", "qwen-image"], "Missing argument 'FOLDER'"),
     ],
 )
@@ -54,6 +57,14 @@ def test_verbose_shows_the_traceback_on_either_side_of_the_command(before, tmp_p
     command += ["--platform", "no-such-platform"]
     assert run(["--verbose", *command] if before else [*command, "--verbose"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_devices_that_share_a_model_reach_the_engine(tmp_path, capsys):
+    command = ["generate", "digits", "--prompt", "7", "--out", str(tmp_path)]
+    options = ["--tensor-parallel-size", "2", "--device", "3", "--stream"]
+    assert run([*command, *options]) == 1
+    # There are as many devices, else it would be told of these.
+    assert "tensor_parallel_size=2 is not possible" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import pytest
 import torch
 from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting, DiffusionPipeline
 
+from sidestream.cli.main import run
 from sidestream.errors import ConfigError, InvalidRequestError
 from sidestream.models.any_diffusers import AnyDiffusers
 from sidestream.models.post_process import find_post_process, is_video, to_images
@@ -185,6 +187,29 @@ def flux_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(flux_folder, on_cpu):
     return AnyDiffusers.load(on_cpu(flux_folder))
+
+
+def test_the_command_line_takes_a_picture(flux_folder, tmp_path):
+    # Lying on its side, as a camera says it: read upright.
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = 6
+    PHOTO.rotate(90).save(tmp_path / "photo.png", exif=exif)
+    options = ["--image", tmp_path / "photo.png", "--height", 64, "--width", 64, "--steps", 2]
+    options += ["--seed", 7, "--platform", "cpu", "--executor", "uniproc"]
+    command = ["generate", flux_folder, "--prompt", "a red apple", "--out", tmp_path, *options]
+    assert run([str(part) for part in command]) == 0
+    library = AutoPipelineForImage2Image.from_pretrained(flux_folder, local_files_only=True)
+    library.set_progress_bar_config(disable=True)
+    (expected,) = library(
+        prompt="a red apple",
+        image=PHOTO,
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        generator=generators(7)[0],
+    ).images
+    with PIL.Image.open(tmp_path / "00000_a-red-apple_seed7.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
 
 
 class TestRequests:

@@ -7,14 +7,18 @@ import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
+from sidestream.cli.image_file import read_image
 from sidestream.cli.render import render
 from sidestream.cli.verbosity import verbose_option
 from sidestream.config import EngineConfig
 from sidestream.request import DiffusionRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -44,8 +48,18 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--guidance-scale", type=float, help="For models distilled with guidance.")
 @click.option("--true-cfg-scale", type=float, help="Classifier-free guidance.")
 @click.option("--negative-prompt", help="What to keep away from.")
+@click.option(
+    "--image", metavar="FILE", callback=read_image, help="For models that begin with a picture."
+)
 @click.option("--platform", help="A name from 'sidestream plugins'; default: the one available.")
 @click.option("--device", type=click.IntRange(min=0), default=0, help="The device's index.")
+@click.option(
+    "--tensor-parallel-size",
+    "ranks",
+    type=_POSITIVE,
+    default=1,
+    help="Devices that share the model: as many from --device on.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
@@ -70,8 +84,10 @@ def generate(
     prompts_file: TextIO | None,
     folder: Path,
     seed: int | None,
+    image: Image | None,
     platform: str | None,
     device: int,
+    ranks: int,
     dtype: str,
     executor: Literal["multiproc", "uniproc"],
     fps: int,
@@ -89,14 +105,16 @@ def generate(
         raise click.UsageError("There is nothing to draw: give --prompt or --prompts.")
     # A drawn seed is named in the file, so that the image can be made again.
     first = secrets.randbelow(1 << 31) if seed is None else seed
+    inputs = None if image is None else {"image": image}
     requests = [
-        DiffusionRequest(text, SamplingParams(seed=first + index, **sampling))
+        DiffusionRequest(text, SamplingParams(seed=first + index, **sampling), inputs=inputs)
         for index, text in enumerate(texts)
     ]
     config = EngineConfig(
         model=model,
         platform=platform,
-        devices=(device,),
+        devices=tuple(range(device, device + ranks)),
+        tensor_parallel_size=ranks,
         dtype=dtype,
         executor=executor,
         streaming_output=stream,
