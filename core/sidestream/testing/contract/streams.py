@@ -13,7 +13,6 @@ from sidestream.testing.contract.busy import BusyStreamContract
 from sidestream.testing.contract.material import (
     A_WHILE_S,
     LIVENESS_S,
-    POISON,
     filled,
     in_a_thread,
     pinned,
@@ -154,7 +153,7 @@ class StreamContract(BusyStreamContract):
         import torch
 
         sent, received = random_bytes(), pinned(platform, device)
-        joining = _joining(platform, side)
+        joining, poison = _joining(platform, side), filled(device, poison_like(sent))
         with side:
             made = filled(device, sent)
         with self.busy_stream(device):
@@ -163,7 +162,7 @@ class StreamContract(BusyStreamContract):
             copied = recorded(platform, device)
             del made
             with side:
-                torch.empty_like(sent, device=device).fill_(POISON)  # where it was, if it may be
+                torch.empty_like(poison).copy_(poison)  # where it was, if that may be
             assert side.record_event().wait(LIVENESS_S)
             assert not copied.query(), "the current stream is not busy: this proves nothing"
         assert copied.wait(LIVENESS_S)
