@@ -2,12 +2,13 @@
 
 Any of them is the real adapter of ``sidestream.models`` over the library's real classes; a prompt
 only chooses random embeddings, which are on the device already. Options: ``kind``, ``size``
-("full" or "tiny"), ``platform``, ``plugin``. For ``scripts/models_cuda.py`` and
-``scripts/bench_tp4.py``.
+("full", "tiny", of Qwen-Image also "shallow"), ``platform``, ``plugin``. For
+``scripts/models_cuda.py`` and ``scripts/bench_tp4.py``.
 """
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,8 +131,9 @@ class Mark:
 
     ``kind``: a forward's ``begin``; the beginning of a ``step`` (in request mode of the first only)
     and the ``end`` of a request's work, device half of post-processing included; ``prepare``, of
-    which only the order is known. ``since_s``: device seconds since the last mark that has a time.
-    ``found_idle``: the device had nothing queued when the host came to it.
+    which the order is known and ``host_s``, how long the host took. ``since_s``: device seconds
+    since the last mark that has a time. ``found_idle``: the device had nothing queued when the host
+    came to it.
     """
 
     kind: str
@@ -139,6 +141,7 @@ class Mark:
     step: int
     since_s: float | None
     found_idle: bool | None
+    host_s: float | None = None
 
 
 class FullSize:
@@ -159,7 +162,8 @@ class FullSize:
         assert found is not None
         self._finish = found[1].device
         self._scrap = torch.zeros(32, device=self.device)
-        self._marks: list[tuple[str, int, int, Any, bool | None]] = []
+        self._marks: list[tuple[str, int, int, Any, bool | None, float | None]] = []
+        self._prepares_beside = True
         self._last: Any = None
         self._awaited: int | None = None
         adapter.pipeline.transformer.register_forward_pre_hook(self._mark_first_step)
@@ -200,8 +204,14 @@ class FullSize:
         return [self._end(payload, request)]
 
     def prepare_encode(self, request: DiffusionRequest) -> Any:
-        self._marks.append(("prepare", request.sampling_params.seed or 0, 0, None, None))
-        return self.adapter.prepare_encode(self._embedded(request))
+        begun = time.perf_counter()
+        state = self.adapter.prepare_encode(self._embedded(request))
+        host_s = time.perf_counter() - begun
+        self._marks.append(("prepare", request.sampling_params.seed or 0, 0, None, None, host_s))
+        return state
+
+    def may_prepare_beside(self, request: DiffusionRequest) -> bool:
+        return self._prepares_beside and self.adapter.may_prepare_beside(request)
 
     def denoise_step(self, state: Any) -> torch.Tensor:
         self._mark("step", state.request, state.step)
@@ -237,7 +247,7 @@ class FullSize:
             # A kernel that takes no time: its end tells when the device has work again.
             self._scrap.zero_()
         self._last = self._platform.record_device_event(self.device, timing=True)
-        self._marks.append((kind, seed, step, self._last, found_idle))
+        self._marks.append((kind, seed, step, self._last, found_idle, None))
 
     # --- what the measuring script calls --------------------------------------------------------
 
@@ -246,11 +256,18 @@ class FullSize:
         self._platform.synchronize_device(self.device)
         marks, self._marks, self._last = self._marks, [], None
         taken, before = [], None
-        for kind, seed, step, event, found_idle in marks:
+        for kind, seed, step, event, found_idle, host_s in marks:
             since_s = None if event is None or before is None else event.elapsed_s(before)
             before = event or before
-            taken.append(Mark(kind, seed, step, since_s, found_idle))
+            taken.append(Mark(kind, seed, step, since_s, found_idle, host_s))
         return taken
+
+    def prepare_beside(self, wanted: bool) -> None:
+        """Have requests prepared beside the steps of others, or between them as was once the way.
+
+        What a product needs no switch for: only that both can be measured in one run.
+        """
+        self._prepares_beside = wanted
 
     def about(self) -> dict[str, Any]:
         """Count the denoiser's parameters and the device's memory in bytes."""

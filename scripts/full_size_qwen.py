@@ -1,7 +1,8 @@
 """A Qwen-Image of the released model's size with random weights, built on the device.
 
 No checkpoint of 58 GB is at hand on a test machine, and random weights take the same time. Options:
-``size`` ("full" or "tiny"), ``text_tokens``. Prompts only choose the random prompt embeddings.
+``size`` ("full"; "shallow": of its width, with few layers; "tiny"), ``text_tokens``. Prompts only
+choose the random prompt embeddings.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sidestream.models.qwen_image import QwenImage
 
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
+    "shallow": ({"num_layers": 8}, {}),
     "tiny": (
         {
             "num_layers": 2,

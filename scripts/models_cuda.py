@@ -6,6 +6,10 @@ Random weights (see full_size_models.py): Qwen-Image, one of four ranks' share o
 Helios. Asynchronous output off and on in turn, on one device. Measures request times and how long
 the device idles between two requests; checks that outputs are equal bit for bit. FILE is written
 after each series. Exits with 1 when a check fails or something was not run.
+
+``--sections qwen-prepare`` alone takes under a minute: Qwen-Image of the released width with 8 of
+its 60 layers, in one worker whose requests are in turn prepared between the steps of others and
+beside them.
 """
 
 from __future__ import annotations
@@ -41,11 +45,18 @@ from sidestream.output import EventKind
 #: to be prepared in front of the last step: the engine has sent the last step but one by then.
 RELAY_PAUSE_S = 0.01
 GOAL_S = 50e-6
+#: The device's wait for a step in front of which a request was prepared.
+PREPARED_US = "to_step_prepared_between_median_us"
 WAYS = {
     "request": {"off": {"async_output": False}, "on": {}},
     "step": {
         "off": {"step_execution": True},
         "on": {"step_execution": True, "async_final_step": True},
+    },
+    # One engine; its pipeline is told the way before each series.
+    "prepare": {
+        "between": {"step_execution": True, "async_final_step": True},
+        "beside": {"step_execution": True, "async_final_step": True},
     },
 }
 
@@ -60,6 +71,8 @@ class Section:
     tiny: dict[str, Any]
     params: dict[str, Any]
     least_s: float
+    #: What stands for the whole model where not all of it is needed.
+    full: str = "full"
 
 
 _QWEN_SIZES = ({"height": 512, "width": 512}, {"height": 1024, "width": 1024})
@@ -69,6 +82,9 @@ _VIDEO = ({"height": 384, "width": 640, "num_frames": 33},)
 _TINY_VIDEO = {"height": 32, "width": 32, "num_frames": 33}
 #: What matters most first: a run that is cut keeps what it had.
 SECTIONS = {
+    "qwen-prepare": Section(
+        "qwen", "prepare", _QWEN_SIZES[1:], _SQUARE, _GUIDED, 45, full="shallow"
+    ),
     "qwen-step": Section("qwen", "step", _QWEN_SIZES, _SQUARE, _GUIDED, 90),
     "hunyuan": Section("hunyuan", "request", _QWEN_SIZES[1:], _SQUARE, {"guidance_scale": 5.0}, 60),
     "helios-step": Section("helios", "step", _VIDEO, _TINY_VIDEO, {"guidance_scale": 1.0}, 60),
@@ -144,10 +160,11 @@ def _show(value: Any) -> str:
 def engines_of(section: Section, arguments: Any, record: Record) -> Iterator[dict[str, Any]]:
     """Start both ways' engines at once; two of the largest fit one device."""
     platform = load_platform(arguments.platform)
+    size = section.full if arguments.size == "full" else arguments.size
 
     def start(settings: dict[str, Any]) -> tuple[DiffusionEngine, float]:
         begun = time.monotonic()
-        options = {"kind": section.kind, "size": arguments.size}
+        options = {"kind": section.kind, "size": size}
         options |= {"platform": platform.name, "plugin": platform.reference}
         engine = DiffusionEngine(
             EngineConfig(
@@ -161,15 +178,18 @@ def engines_of(section: Section, arguments: Any, record: Record) -> Iterator[dic
         return engine, time.monotonic() - begun
 
     with ThreadPoolExecutor(2) as pool:
-        ways = WAYS[section.mode]
+        ways = dict(WAYS[section.mode])
+        if section.mode == "prepare":
+            ways = {"both": ways["beside"]}
         futures = {way: pool.submit(start, settings) for way, settings in ways.items()}
     engines: dict[str, DiffusionEngine] = {}
     try:
         for way, future in futures.items():
             engines[way], start_s = future.result()
             (about,) = engines[way].executor.collective_rpc("about")
-            record.row(model=section.kind, mode=section.mode, way=way, start_s=start_s, **about)
-        yield engines
+            labels = {"model": section.kind, "mode": section.mode, "way": way}
+            record.row(**labels, size=size, start_s=start_s, **about)
+        yield engines if "both" not in engines else dict.fromkeys(WAYS["prepare"], engines["both"])
     finally:
         for future in futures.values():
             if future.exception() is None:
@@ -181,6 +201,8 @@ def run_section(section: Section, arguments: Any, record: Record) -> None:
     with engines_of(section, arguments, record) as engines:
         for size in (section.tiny,) if tiny else section.sizes:
             name = f"{section.kind} {'x'.join(map(str, size.values()))}"
+            if section.full != "full" and not tiny:
+                name += f" ({section.full})"
             work = [
                 DiffusionRequest(
                     "p" * (1 + seed),
@@ -190,7 +212,7 @@ def run_section(section: Section, arguments: Any, record: Record) -> None:
                 )
                 for seed in range(arguments.requests)
             ]
-            all_series = STEP_SERIES if section.mode == "step" else REQUEST_SERIES
+            all_series = STEP_SERIES if section.mode == "step" else TOGETHER
             for engine in engines.values():
                 engine.generate(work[:2])  # warm: kernels chosen, memory for outputs made
             for repeat in range(arguments.rounds):
@@ -202,12 +224,16 @@ def run_section(section: Section, arguments: Any, record: Record) -> None:
                             continue
                         labels = {"model": section.kind, "size": name, "mode": section.mode}
                         labels |= {"way": way, "series": series, "round": repeat}
+                        if section.mode == "prepare":
+                            engine.executor.collective_rpc("prepare_beside", (way == "beside",))
                         figures, done = measure(engine, work, run)
                         record.row(**labels, **figures)
                         labelled = f"{section.mode} {way}, {series}, round {repeat}"
                         record.compare(name, labelled, work, done)
                         if series == "relay":
                             judge(what, figures, way, tiny, record)
+                if section.mode == "prepare":
+                    judge_prepare(f"{name} round {repeat}", record, tiny)
 
 
 def judge(what: str, figures: dict[str, Any], way: str, tiny: bool, record: Record) -> None:
@@ -223,6 +249,19 @@ def judge(what: str, figures: dict[str, Any], way: str, tiny: bool, record: Reco
         )
 
 
+def judge_prepare(what: str, record: Record, tiny: bool) -> None:
+    """Check that requests were prepared in front of others' steps, and which way idles longer."""
+    figures = {row["way"]: row for row in record.rows if row["mode"] == "prepare"}
+    waits = [figures.get(way, {}).get(PREPARED_US) for way in WAYS["prepare"]]
+    between_us, beside_us = waits
+    is_measured = between_us is not None and beside_us is not None
+    record.check(f"{what}: requests prepared between others' steps, both ways", is_measured)
+    if is_measured and not tiny:
+        detail = f"{beside_us:.0f} us in place of {between_us:.0f} us"
+        is_less = beside_us < between_us
+        record.check(f"{what}: prepared beside steps the device idles less", is_less, detail)
+
+
 def measure(
     engine: DiffusionEngine,
     work: list[DiffusionRequest],
@@ -235,6 +274,7 @@ def measure(
     wall_s = time.monotonic() - begun
     marks, *_ = engine.executor.collective_rpc("take_marks")  # rank 0's
     times = [output.timings for output in done]
+    prepares = [1e3 * mark.host_s for mark in marks if mark.kind == "prepare"]
     hidden = [t.copy_hidden_share for t in times[:-1] if t.copy_hidden_share is not None]
     figures = {
         "requests": len(done),
@@ -243,6 +283,7 @@ def measure(
         "total_s": statistics.median(t.total_s for t in times),
         "copy_ms": 1e3 * statistics.median(t.copy_s for t in times),
         "copy_hidden": statistics.median(hidden) if hidden else None,
+        "prepare_host_ms": statistics.median(prepares) if prepares else None,
         "nbytes": times[0].nbytes,
         "carrier": times[-1].carrier,
         **gaps(marks),
@@ -307,7 +348,7 @@ def relay(engine: DiffusionEngine, work: list[DiffusionRequest]) -> list[Any]:
     return [handle.result(120) for handle in handles]
 
 
-REQUEST_SERIES = {"together": together}
+TOGETHER = {"together": together}
 STEP_SERIES = {"relay": relay, "together": together}
 
 
@@ -331,25 +372,33 @@ COLUMNS = {
     ("step", "together"): (
         *_TIMES,
         ("to another's step us", "to_other_step_median_us", 1, "{:.1f}"),
-        ("with a prepare between us", "to_step_prepared_between_median_us", 1, "{:.0f}"),
+        ("with a prepare between us", PREPARED_US, 1, "{:.0f}"),
+    ),
+    ("prepare", "together"): (
+        ("requests/s", "requests_per_s", 1, "{:.4f}"),
+        ("to another's step us", "to_other_step_median_us", 1, "{:.1f}"),
+        ("with a prepare between us", PREPARED_US, 1, "{:.1f}"),
+        ("host in prepare ms", "prepare_host_ms", 1, "{:.2f}"),
+        ("found idle", "found_idle", 1, "{:d}"),
     ),
 }
 
 
 def print_tables(rows: list[dict[str, Any]]) -> None:
-    """Print what docs/performance.md says, the ways beside each other as "off, on"."""
+    """Print what docs/performance.md says, the ways beside each other such as "off, on"."""
     for (mode, series), columns in COLUMNS.items():
         chosen = [row for row in rows if (row["mode"], row.get("series")) == (mode, series)]
         if not chosen:
             continue
         headings = ["size", "round", *(heading for heading, *_ in columns)]
-        print(f"\n{mode} mode, {series}; off, on\n\n| {' | '.join(headings)} |")
+        names = list(WAYS[mode])
+        print(f"\n{mode} mode, {series}; {', '.join(names)}\n\n| {' | '.join(headings)} |")
         print("|---" * len(headings) + "|")
         for size, repeat in dict.fromkeys((row["size"], row["round"]) for row in chosen):
             ways = {r["way"]: r for r in chosen if (r["size"], r["round"]) == (size, repeat)}
             cells = [size, str(repeat)]
             for _, name, factor, form in columns:
-                values = [ways.get(way, {}).get(name) for way in ("off", "on")]
+                values = [ways.get(way, {}).get(name) for way in names]
                 cells.append(
                     ", ".join("-" if v is None else form.format(factor * v) for v in values)
                 )
