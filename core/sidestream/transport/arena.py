@@ -162,6 +162,15 @@ class SlotPool:
         self._made += 1
         return self._register(block, 0, nbytes)
 
+    def take_free(self, nbytes: int) -> Slot | None:
+        """Take a slot of page-locked memory that is there; None: nothing was made or dropped."""
+        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        fit = self._best_fit(room)
+        if fit is None or not fit[0].is_locked:
+            return None
+        arena, index = fit
+        return self._register(arena, arena.take(index, room), nbytes)
+
     def announced(self, slot: Slot) -> None:
         """Note that the message with this slot was sent: the reader owns it now.
 

@@ -50,23 +50,32 @@ class Packed:
     Keeps every leaf's memory referenced until :meth:`drop`. Used by one thread at a time.
     """
 
-    __slots__ = ("_leaves", "has_device_leaves", "head", "leaf_nbytes", "nbytes")
+    __slots__ = (
+        "_leaves",
+        "has_device_leaves",
+        "head",
+        "is_on_device",
+        "leaf_nbytes",
+        "nbytes",
+    )
 
     def __init__(self, head: bytes, leaves: list[Leaf]) -> None:
         #: Everything but the leaves' bytes.
         self.head: Final = head
         self._leaves = leaves
-        end, own, on_device = 0, 0, False
+        end, own, on_device = 0, 0, 0
         for leaf in leaves:
             end = leaf.offset + leaf.nbytes
             own += leaf.nbytes
-            on_device = on_device or leaf.is_on_device
+            on_device += leaf.is_on_device
         #: Room that the leaves need, each at a multiple of ``LEAF_ALIGNMENT``; 0: none.
         self.nbytes: Final = end + padding(end)
         #: Sum of the leaves' own bytes.
         self.leaf_nbytes: Final = own
         #: Whether any byte has to come from an accelerator's memory.
-        self.has_device_leaves: Final = on_device
+        self.has_device_leaves: Final = on_device > 0
+        #: Whether all of them have to, and there are any.
+        self.is_on_device: Final = 0 < on_device == len(leaves)
 
     def make_private(self, *, clone_device: bool) -> None:
         """Copy what the caller may overwrite: host leaves now, device leaves on its stream.

@@ -16,9 +16,10 @@ from sidestream.transport.control_page import ControlPage
 from sidestream.transport.failure import detach_frames
 from sidestream.worker.aborts import Aborts
 from sidestream.worker.forwards import Forward, ForwardLog
-from sidestream.worker.output_thread import AsyncOutputThread, OutputTransfer, transfer_error
+from sidestream.worker.output_thread import AsyncOutputThread
 from sidestream.worker.pipeline import Payload
 from sidestream.worker.sink import OutputLabel, OutputSink
+from sidestream.worker.transfer import OutputTransfer, transfer_error
 
 if TYPE_CHECKING:
     import torch

@@ -1,10 +1,12 @@
 """Where finished outputs go: page-locked memory of this process, or shared slots of another.
 
-A sink is used by one thread, the one that copies outputs.
+A sink is used by one thread, the one that waits for copies; only ``take_free`` is for another, the
+one that queues forwards.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -83,6 +85,14 @@ class OutputSink(Protocol[D]):
         """
         ...
 
+    def take_free(self, nbytes: int) -> D | None:
+        """Give page-locked memory that was made before, at once; None: there is none.
+
+        For the thread that queues forwards, beside any other method. None is always right: then
+        :meth:`allocate` is called in its turn.
+        """
+        ...
+
     def publish(
         self,
         label: OutputLabel,
@@ -154,6 +164,9 @@ class HostSink:
             return HostBuffer(torch.empty(nbytes, dtype=torch.uint8), is_page_locked=False)
         return HostBuffer(buffer, is_page_locked=True)
 
+    def take_free(self, nbytes: int) -> None:
+        """Give None: what the platform's allocator keeps is unknown, and new memory takes long."""
+
     def publish(
         self,
         label: OutputLabel,
@@ -208,6 +221,8 @@ class SlotSink:
                 return platform.pin_host_memory(device, address, nbytes)
 
         self._pool = SlotPool(budget_bytes, pin=pin)
+        # Guards _pool and the reading of _releases: two threads take slots.
+        self._lock = threading.Lock()
 
     @property
     def stats(self) -> PoolStats:
@@ -216,26 +231,41 @@ class SlotSink:
 
     def reserve(self, nbytes: int, count: int) -> None:
         """Make arenas for ``count`` outputs, prefaulted and page-locked, within the budget."""
-        self._pool.reserve(nbytes, count)
+        with self._lock:
+            self._pool.reserve(nbytes, count)
 
     def allocate(self, nbytes: int) -> Slot:
         """Take a free slot, after taking in what came back."""
-        # One message for each output, as a rule: to look for more takes longer than to read one.
-        while self._take_in() and not self._pool.has_room(nbytes):
-            pass
-        try:
-            return self._pool.acquire(nbytes)
-        finally:
-            for arena_id in self._pool.take_dropped():
-                self._messages.send(Frame(kind=ARENA_DROPPED, arena_id=arena_id))
+        with self._lock:
+            self._take_in(nbytes)
+            try:
+                return self._pool.acquire(nbytes)
+            finally:
+                self._tell_of_dropped()
 
-    def _take_in(self) -> bool:
-        """Take in a message of slots that came back; False: none is there."""
-        chunk = self._releases.receive_bytes()
-        if chunk is None:
-            return False
-        self._pool.take_releases(chunk)
-        return True
+    def take_free(self, nbytes: int) -> Slot | None:
+        """Take a slot of an arena that is there and page-locked."""
+        # Not waited for: whoever has it may be making an arena, which takes long.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._take_in(nbytes)
+            self._tell_of_dropped()
+            return self._pool.take_free(nbytes)
+        finally:
+            self._lock.release()
+
+    def _take_in(self, nbytes: int) -> None:
+        """Take in slots that came back: one message of them, and more if there is no room yet."""
+        # One message for each output, as a rule: to look for more takes longer than to read one.
+        while (chunk := self._releases.receive_bytes()) is not None:
+            self._pool.take_releases(chunk)
+            if self._pool.has_room(nbytes):
+                break
+
+    def _tell_of_dropped(self) -> None:
+        for arena_id in self._pool.take_dropped():
+            self._messages.send(Frame(kind=ARENA_DROPPED, arena_id=arena_id))
 
     def publish(
         self,
@@ -257,7 +287,8 @@ class SlotSink:
         )
         self._messages.send(frame)
         if destination is not None:
-            self._pool.announced(destination)
+            with self._lock:
+                self._pool.announced(destination)
 
     def publish_error(self, label: OutputLabel, error: BaseException) -> None:
         """Send OUTPUT_READY with an error in it."""
@@ -277,8 +308,10 @@ class SlotSink:
 
     def discard(self, destination: Slot) -> None:
         """Free a slot that was never announced."""
-        self._pool.release(destination.token)
+        with self._lock:
+            self._pool.release(destination.token)
 
     def close(self) -> None:
         """Unlock and unmap the arenas."""
-        self._pool.close()
+        with self._lock:
+            self._pool.close()

@@ -1,0 +1,180 @@
+"""Copies are queued by the thread that queues the forwards, wherever that takes it no time."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from sidestream import (
+    AsyncOutputThread,
+    OutputTransferError,
+    RequestAbortedError,
+    ResultChannel,
+    ResultPumpThread,
+    SlotSink,
+    load_platform,
+)
+from sidestream.platforms.platform import load_plugin
+from sidestream.request import AbortOutcome
+from sidestream.testing import sim
+
+#: One page, so that an arena holds as many as it was made for.
+SHAPE = (32, 32)
+NBYTES = 4 * 32 * 32
+LIMIT_S = 30
+
+
+@contextmanager
+def output_thread(plugin="sidestream.testing.sim", *, slots, **options):
+    """An output thread whose outputs go through slots of this process; gives what arrives."""
+    platform = load_plugin("sim", plugin)
+    device = platform.device(0)
+    platform.set_device(device)
+    channel, ends = ResultChannel.pair()
+    arrived = SimpleQueue()
+    pump = ResultPumpThread([channel], lambda _, delivery: arrived.put(delivery)).start()
+    sink = SlotSink(ends.messages, ends.releases, platform, device)
+    sink.reserve(NBYTES, slots)
+    sim.clear_copies()
+    try:
+        with AsyncOutputThread(platform, sink, device=device, **options) as thread:
+            yield thread, sink, arrived
+    finally:
+        pump.stop(LIMIT_S)
+        ends.close()
+        channel.close()
+
+
+def tensor(value):
+    return torch.full(SHAPE, float(value), device=sim.device(0))
+
+
+def take(arrived):
+    message, _ = arrived.get(timeout=LIMIT_S).open()
+    if message.error is not None:
+        raise message.error
+    return message.output
+
+
+@contextmanager
+def busy(thread):
+    """Keep the output thread in the end of one output, which is on its way when this begins."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def on_done():
+        entered.set()
+        leave.wait(LIMIT_S)
+
+    thread.submit("busy", tensor(0), private=True, on_done=on_done)
+    assert entered.wait(LIMIT_S)
+    try:
+        yield
+    finally:
+        leave.set()
+
+
+def test_a_copy_runs_though_the_output_thread_is_busy_with_another(until):
+    with output_thread(slots=3) as (thread, _, arrived):
+        with busy(thread):
+            output = thread.submit("next", tensor(7), private=True)
+            until(lambda: len(sim.copies()) == 2)
+            assert not output.done()
+        assert (take(arrived) == 0).all()
+        assert (take(arrived) == 7).all()
+
+
+def test_without_a_free_slot_nothing_is_made_for_the_caller():
+    with output_thread(slots=1) as (thread, sink, arrived):
+        with busy(thread):
+            output = thread.submit("next", tensor(7), private=True)
+            assert sink.stats.made == 1
+            assert len(sim.copies()) == 1
+        output.result(LIMIT_S)
+        assert [float(take(arrived)[0, 0]) for _ in range(2)] == [0, 7]
+
+
+def test_outputs_come_in_order_whoever_queued_their_copies():
+    with output_thread(slots=2) as (thread, _, arrived):
+        with busy(thread):
+            for value in range(1, 6):
+                thread.submit(str(value), tensor(value), private=True)
+        assert [float(take(arrived)[0, 0]) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_leaves_of_the_host_are_not_copied_by_the_caller():
+    with output_thread(slots=3) as (thread, _, arrived):
+        with busy(thread):
+            thread.submit("mixed", {"a": tensor(3), "b": torch.ones(4)}, private=True)
+            assert len(sim.copies()) == 1
+        take(arrived)
+        mixed = take(arrived)
+        assert (mixed["a"] == 3).all()
+        assert (mixed["b"] == 1).all()
+
+
+def test_a_copy_that_nobody_wants_any_more_gives_its_slot_back_when_it_is_over(until):
+    gone = set()
+
+    def given_up(label):
+        if label.output_id in gone:
+            return RequestAbortedError(outcome=AbortOutcome.DETACHED)
+        return None
+
+    with output_thread(slots=3, given_up=given_up) as (thread, sink, arrived):
+        with busy(thread):
+            output = thread.submit("unwanted", tensor(7), private=True)
+            until(lambda: len(sim.copies()) == 2)
+            gone.add("unwanted")
+            assert sink.stats.slots_in_use == 2
+        with pytest.raises(RequestAbortedError):
+            output.result(LIMIT_S)
+        assert sink.stats.slots_in_use == 1
+        assert (take(arrived) == 0).all()
+        with pytest.raises(RequestAbortedError):
+            take(arrived)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_planted_missing_wait_reads_poison_on_this_way_too(attempt):
+    stream = sim.default_stream(0)
+    with output_thread("careless_platform", slots=3) as (thread, _, arrived):
+        stream.hold()
+        try:
+            thread.submit("early", tensor(attempt) + 1, private=True)
+            assert take(arrived).isnan().all()
+        finally:
+            stream.release()
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_with_the_wait_it_is_right_on_this_way_too(attempt):
+    stream = sim.default_stream(0)
+    with output_thread(slots=3) as (thread, _, arrived):
+        stream.hold()
+        output = thread.submit("late", tensor(attempt) + 1, private=True)
+        assert not output.done()
+        stream.release()
+        assert (take(arrived) == attempt + 1).all()
+
+
+def test_a_device_that_fails_under_a_queued_copy_fails_that_output(until):
+    lost = []
+    stream = sim.default_stream(0)
+    with output_thread(slots=3, on_device_lost=lost.append) as (thread, sink, arrived):
+        stream.hold()
+        try:
+            sim.fault(0)
+            output = thread.submit("late", tensor(7), private=True)
+            stream.release()
+            with pytest.raises(OutputTransferError, match="injected by a test"):
+                output.result(LIMIT_S)
+            with pytest.raises(OutputTransferError):
+                take(arrived)
+            until(lambda: lost)
+        finally:
+            stream.release()
+            sim.reset()
