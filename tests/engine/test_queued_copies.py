@@ -16,7 +16,6 @@ from sidestream import (
     ResultChannel,
     ResultPumpThread,
     SlotSink,
-    load_platform,
 )
 from sidestream.platforms.platform import load_plugin
 from sidestream.request import AbortOutcome
@@ -164,7 +163,7 @@ def test_with_the_wait_it_is_right_on_this_way_too(attempt):
 def test_a_device_that_fails_under_a_queued_copy_fails_that_output(until):
     lost = []
     stream = sim.default_stream(0)
-    with output_thread(slots=3, on_device_lost=lost.append) as (thread, sink, arrived):
+    with output_thread(slots=3, on_device_lost=lost.append) as (thread, _, arrived):
         stream.hold()
         try:
             sim.fault(0)
