@@ -48,10 +48,14 @@ class TorchEvent:
         self.native: Final = event
         self._stream: Final = stream
         self._host_wait: Final = host_wait
+        # It is recorded once, so once reached it stays so, and no driver need be asked again.
+        self._is_reached = False
 
     def query(self) -> bool:
         """Tell whether the device passed this point."""
-        return bool(self.native.query())
+        if not self._is_reached:
+            self._is_reached = bool(self.native.query())
+        return self._is_reached
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block the host until the device passed this point; False if the time ran out first.
@@ -67,13 +71,14 @@ class TorchEvent:
             self._stream.synchronize()
             return self.query()
         self.native.synchronize()
+        self._is_reached = True
         return True
 
     def _poll(self, timeout_s: float) -> bool:
         # No vendor has a wait in the driver that ends after a time.
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
-        while not self.native.query():
+        while not self.query():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
