@@ -159,6 +159,16 @@ class AsItIs(Way):
         self.outputs.close()
 
 
+class ThreadQueues(AsItIs):
+    """The output thread queues the copies, too: what a worker does where no slot waits for one."""
+
+    name = "output thread queues"
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.outputs.transfer.queue_copy = lambda job, stream: None
+
+
 class DriverCallback(Way):
     """A bound: no Python signals, and no thread of the worker's wakes.
 
@@ -232,7 +242,7 @@ class DriverCallback(Way):
         self.slots.close()
 
 
-WAYS: tuple[type[Way], ...] = (Dropped, AsItIs, DriverCallback)
+WAYS: tuple[type[Way], ...] = (Dropped, AsItIs, ThreadQueues, DriverCallback)
 
 
 @dataclass(frozen=True)
