@@ -36,7 +36,7 @@ from sidestream.cli.figures import Figures
 LIBRARIES_S = 3.0
 REQUEST_S = 0.1
 #: Requests of a series, and how often each way runs in turn.
-REQUESTS, ROUNDS = 8, 5
+REQUESTS, ROUNDS = 8, 6
 SMALL_REQUESTS, SMALL_ROUNDS = 3, 1
 #: Pixels of the model with random weights.
 SIZES, SMALL_SIZES = (512, 1024), (64,)

@@ -54,8 +54,8 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(0.005, "1024px", 12.0),
-    Case(0.02, "1024px", 22.0),
+    Case(0.005, "1024px", 10.0),
+    Case(0.02, "1024px", 20.0),
     Case(0.02, "4x1024px-float32", 12.0),
 )
 #: Elsewhere than on a real device: only that it runs, and that outputs are right.

@@ -26,11 +26,15 @@ BLOCK: Final = 6
 #: Resamples of an interval, and its share.
 _RESAMPLES: Final = 2000
 _CONFIDENCE: Final = 0.95
+_FEWEST: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The median of some pairs' ratios, and the interval that holds it in 95 of 100 cases."""
+    """The median of some pairs' ratios, and the interval that holds it in 95 of 100 cases.
+
+    Fewer than six pairs can't tell that much: the interval is their whole range then.
+    """
 
     value: float
     low: float
@@ -46,16 +50,20 @@ class Ratio:
 def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
     """Compare the first of each pair with the second.
 
-    The interval is by bootstrap over the pairs, with the same resamples each time; of few pairs it
-    is about their whole range, and of none all is nan.
+    The interval is by bootstrap over the pairs, with the same resamples each time. Of no pairs all
+    is nan.
     """
     ratios = np.array([first / second for first, second in pairs])
     if not pairs:
         return Ratio(value=float("nan"), low=float("nan"), high=float("nan"), pairs=0)
+    value = median(ratios.tolist())
+    if len(pairs) < _FEWEST:
+        low, high = float(ratios.min()), float(ratios.max())
+        return Ratio(value=value, low=low, high=high, pairs=len(pairs))
     chosen = np.random.default_rng(0).integers(len(ratios), size=(_RESAMPLES, len(ratios)))
     edge = 50 * (1 - _CONFIDENCE)
     low, high = np.percentile(np.median(ratios[chosen], axis=1), (edge, 100 - edge))
-    return Ratio(value=median(ratios.tolist()), low=float(low), high=float(high), pairs=len(pairs))
+    return Ratio(value=value, low=float(low), high=float(high), pairs=len(pairs))
 
 
 def pairs_in(seconds: float, forward_s: float) -> int:

@@ -30,8 +30,9 @@ def model_throughput(
     """Measure a model at each size (height, width; None: its own), both ways in turn.
 
     ``config`` are fields of :class:`EngineConfig`. Both engines run at a time, so the device has
-    to hold the model twice. A series' clock starts at its first output; the change is the median of
-    those of ``rounds`` rounds. Gives the table after each size.
+    to hold the model twice. A series' clock starts at its first output. The change is the median of
+    those of ``rounds`` rounds; six or more give a 95 % interval, fewer their range. Gives the table
+    after each size.
     """
     table = Table(
         name="model",
@@ -98,7 +99,7 @@ def _report(
             "Async Off (QPS)": median(off),
             "Async On (QPS)": median(on),
             "Change": _percent(ratio.value),
-            "95 %": f"{_percent(ratio.low)} to {_percent(ratio.high)}",
+            "Spread": f"{_percent(ratio.low)} to {_percent(ratio.high)}",
             "Rounds": ratio.pairs,
         }
     )
