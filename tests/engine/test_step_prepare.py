@@ -77,6 +77,13 @@ def let_all_be_queued(gate):
 
 
 @pytest.fixture
+def recovery():
+    """Make devices whole again, which others in this process share."""
+    yield
+    sim.reset()
+
+
+@pytest.fixture
 def order():
     """Have platforms of ``faults_platforms`` go wrong once."""
     import faults_platforms
@@ -113,6 +120,25 @@ def test_a_request_is_prepared_while_all_steps_of_another_are_held(
     times = second.result().timings
     assert times.dispatched_at <= times.forward_started_at <= times.forward_ended_at
     assert 0.0 <= first.result().timings.copy_hidden_share <= 1.0
+
+
+def test_where_outputs_are_copied_at_once_a_request_is_prepared_beside_steps_all_the_same(
+    engines, busy, gate, steps
+):
+    config = {**CONFIG, "async_final_step": False}
+    engine = engines("step_pipes:Besides", "sim", "uniproc", **config)
+    engine.executor.collective_rpc("take_events")
+    steps.synchronize()
+    first = busy(engine)
+    second = engine.submit(request(2, "alone"))
+    gate.open()
+    assert gate.reached() == "3"  # which comes behind the preparing
+    steps.release()
+    gate.open()
+    assert (first.result(PROMPT_S).output == 4).all()
+    assert (second.result(PROMPT_S).output == 5).all()
+    before, beside = streams_of(engine)
+    assert before == steps.name != beside
 
 
 def test_on_a_device_that_is_idle_a_request_is_prepared_where_its_steps_run(start, steps):
@@ -240,6 +266,18 @@ def test_where_streams_can_not_be_joined_any_more_the_device_is_synchronized_and
     assert len(warnings) == 1
     assert "the driver's pipe is broken" in warnings[0]
     assert len(set(streams_of(engine))) == 2
+
+
+def test_a_device_that_fails_in_preparing_leaves_no_future_pending(
+    start, make_engine, busy, gate, recovery
+):
+    engine = start(make=make_engine)
+    handles = [busy(engine)]
+    handles += [engine.submit(request(seed, "alone break-prepare")) for seed in (2, 3)]
+    gate.open()
+    for handle in handles:
+        assert isinstance(handle.exception(PROMPT_S), sidestream.DeviceLostError)
+    assert not engine.health().ok
 
 
 @pytest.mark.slow

@@ -94,6 +94,20 @@ def test_a_stream_that_does_not_wait_for_the_one_it_joins_is_caught(test_platfor
         """)
 
 
+def test_a_stream_that_can_not_be_joined_is_used_without_that(test_platform, caplog):
+    caplog.set_level("INFO")
+    test_platform("""
+        class Unable(Relay):
+            def join_current(self, tensors):
+                raise NotImplementedError("no record_stream here")
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Unable(sim.side_stream(device, priority))
+    """)
+    assert "can't be joined: no record_stream here" in caplog.text
+
+
 def test_an_event_that_comes_before_the_copy_is_caught(test_platform):
     with pytest.raises(PlatformError, match="the copy's event comes too early"):
         test_platform("""

@@ -63,7 +63,8 @@ def side_stream(device: torch.device, priority: int) -> SideStream | None:
     """Make a stream beside the current one; its waits accept events of this plugin only.
 
     ``priority`` 0 is the default; lower is more urgent where the device knows priorities. Called
-    on the output thread. None means that the platform has no streams.
+    on the output thread, and in step mode on the one that runs steps, which can use a stream that
+    also is a ``JoiningStream``. None means that the platform has no streams.
     """
 
 

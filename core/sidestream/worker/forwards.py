@@ -29,7 +29,8 @@ class Forward:
     started_at: float
     ended: DeviceEvent | None = None
     ended_at: float | None = None
-    #: Whether it makes several outputs: nobody can tell then which one a fault is of.
+    #: Whether it makes several outputs, or ran beside the preparing of another request: nobody can
+    #: tell then whose a fault is.
     is_shared: bool = False
     #: Answers for its request with a fault of the device, where that can be done.
     accuse: Callable[[DeviceLostError], None] | None = None
@@ -80,8 +81,8 @@ class ForwardLog:
     def blame(self, forward: Forward, *, is_computed: bool) -> Forward:
         """Say whose a fault is that showed at the copy of ``forward``'s output.
 
-        Forwards run one after the other, so it is the first one's that is not known to be complete.
-        Where all are, the copy itself failed.
+        Forwards run one after the other, but for those that are shared, so it is the first one's
+        that is not known to be complete. Where all are, the copy itself failed.
         """
         later = self.after(forward) if is_computed else []
         return later[0] if later else forward
