@@ -49,14 +49,19 @@ class CopyTimes:
     def on_device(self, job: OutputJob, copy: Copy) -> OutputTimings:
         """Give the times of a copy that the device made: its own, where its events are timed."""
         # By the host, which can't tell when the copy began, and so not what ran beside it.
-        by_host = replace(
-            job.timings,
-            copy_started_at=copy.started_at,
-            copy_ended_at=time.monotonic(),
-            nbytes=job.packed.leaf_nbytes,
-        )
-        if copy.ended is None:
-            return by_host
+        times: dict[str, Any] = {
+            "copy_started_at": copy.started_at,
+            "copy_ended_at": time.monotonic(),
+            "nbytes": job.packed.leaf_nbytes,
+        }
+        if copy.ended is not None:
+            found = self._by_events(job, copy)
+            times |= {name: at for name, at in found.items() if at is not None}
+        return replace(job.timings, **times)
+
+    def _by_events(self, job: OutputJob, copy: Copy) -> dict[str, float | None]:
+        """Give times by the device's events; None for what it does not know."""
+        assert copy.ended is not None
         own = job.forward
         later = None if self._forwards is None or own is None else self._forwards.after(own)
         edges = [_reached(event) for each in later or () for event in (each.started, each.ended)]
@@ -68,15 +73,13 @@ class CopyTimes:
         if later is not None and began_at is not None and ended_at is not None:
             spans = map(Forward.place, later, edges_at[::2], edges_at[1::2])
             hidden_s = shared_s(began_at, ended_at, spans)
-        times = {
+        return {
             "copy_started_at": began_at,
             "copy_ended_at": ended_at,
             "forward_started_at": started_at,
             "forward_ended_at": computed_at,
             "copy_hidden_s": hidden_s,
         }
-        known_times: dict[str, Any] = {name: at for name, at in times.items() if at is not None}
-        return replace(by_host, **known_times)
 
 
 def _reached(event: DeviceEvent | None) -> DeviceEvent | None:
