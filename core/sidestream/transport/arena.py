@@ -39,10 +39,11 @@ class Slot:
     States: held (the writer's), announced (the reader's), returned.
     """
 
-    __slots__ = ("_block", "buffer", "nbytes", "offset", "token")
+    __slots__ = ("_block", "_room", "buffer", "nbytes", "offset", "token")
 
-    def __init__(self, block: Block, offset: int, nbytes: int, token: int) -> None:
+    def __init__(self, block: Block, offset: int, nbytes: int, room: int, token: int) -> None:
         self._block: Final = block
+        self._room: Final = room
         self.offset: Final = offset
         self.nbytes: Final = nbytes
         #: Never used twice, so a late or repeated return can't free somebody else's slot.
@@ -139,7 +140,7 @@ class SlotPool:
 
     def has_room(self, nbytes: int) -> bool:
         """Tell whether a slot of ``nbytes`` is free."""
-        return self._best_fit(_round_up(max(nbytes, 1), SLOT_ALIGNMENT)) is not None
+        return self._best_fit(_room(nbytes)) is not None
 
     def acquire(self, nbytes: int) -> Slot:
         """Take a slot of ``nbytes``; never blocks.
@@ -149,27 +150,27 @@ class SlotPool:
         """
         if self._is_closed:
             raise InternalError("A slot was asked of a pool that is closed.")
-        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        room = _room(nbytes)
         fit = self._best_fit(room)
         if fit is not None:
             arena, index = fit
-            return self._register(arena, arena.take(index, room), nbytes)
+            return self._register(arena, arena.take(index, room), nbytes, room)
         grown = self._grow(room)
         if grown is not None:
-            return self._register(grown, grown.take(0, room), nbytes)
+            return self._register(grown, grown.take(0, room), nbytes, room)
         block = self._one_shot(max(nbytes, 1))
         self._one_shots += 1
         self._made += 1
-        return self._register(block, 0, nbytes)
+        return self._register(block, 0, nbytes, block.nbytes)
 
     def take_free(self, nbytes: int) -> Slot | None:
         """Take a slot of page-locked memory that is there; None: nothing was made or dropped."""
-        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        room = _room(nbytes)
         fit = self._best_fit(room)
         if fit is None or not fit[0].is_locked:
             return None
         arena, index = fit
-        return self._register(arena, arena.take(index, room), nbytes)
+        return self._register(arena, arena.take(index, room), nbytes, room)
 
     def announced(self, slot: Slot) -> None:
         """Note that the message with this slot was sent: the reader owns it now.
@@ -187,7 +188,7 @@ class SlotPool:
             return False
         block = slot._block
         if isinstance(block, Arena):
-            block.give_back(slot.offset, _room(slot))
+            block.give_back(slot.offset, slot._room)
             self._drop_if_spent(block)
         else:
             block.close()
@@ -204,7 +205,7 @@ class SlotPool:
         self._retired += 1
         block = slot._block
         if isinstance(block, Arena):
-            block.retire(_room(slot))
+            block.retire(slot._room)
             self._drop_if_spent(block)
         else:
             block.close()
@@ -234,7 +235,7 @@ class SlotPool:
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        room = _round_up(max(nbytes, 1), SLOT_ALIGNMENT)
+        room = _room(nbytes)
         there = sum(
             size // room for arena in self._arenas.values() for _, size in arena.free_ranges
         )
@@ -252,9 +253,9 @@ class SlotPool:
         for block in blocks:
             block.close()
 
-    def _register(self, block: Block, offset: int, nbytes: int) -> Slot:
+    def _register(self, block: Block, offset: int, nbytes: int, room: int) -> Slot:
         self._next_token += 1
-        slot = Slot(block, offset, nbytes, self._next_token)
+        slot = Slot(block, offset, nbytes, room, self._next_token)
         self._slots[slot.token] = slot
         return slot
 
@@ -343,8 +344,8 @@ class SlotPool:
         return max(0, left // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
-def _room(slot: Slot) -> int:
-    return _round_up(max(slot.nbytes, 1), SLOT_ALIGNMENT)
+def _room(nbytes: int) -> int:
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT or SLOT_ALIGNMENT
 
 
 def _round_up(nbytes: int, multiple: int) -> int:

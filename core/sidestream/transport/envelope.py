@@ -141,20 +141,20 @@ def encode_output(
     """
     body = pickle.dumps((_times_of(timings), post_process, head), protocol=5)
     if slot is None:
-        return Frame(kind=kind, rpc_id=rpc_id, attempt=attempt, output_id=output_id, body=body)
+        return Frame(kind, rpc_id, attempt, output_id, body=body)
     return Frame(
-        kind=kind,
-        rpc_id=rpc_id,
-        attempt=attempt,
-        output_id=output_id,
-        body=body,
-        arena_id=slot.arena_id,
-        offset=slot.offset,
-        nbytes=slot.nbytes,
-        token=slot.token,
-        arena_nbytes=slot.arena_nbytes,
-        is_one_shot=slot.is_one_shot,
-        slot_fd=slot.fd,
+        kind,
+        rpc_id,
+        attempt,
+        output_id,
+        slot.arena_id,
+        slot.offset,
+        slot.nbytes,
+        slot.token,
+        slot.arena_nbytes,
+        slot.is_one_shot,
+        body,
+        slot.fd,
     )
 
 
@@ -296,29 +296,40 @@ class FrameDelivery(Delivery):
         if frame.body_error is not None:
             lease = None  # back with the slot, whoever keeps the error and this frame with it
             raise frame.body_error
-        fields: dict[str, Any] = {
-            "kind": self.kind,
-            "rpc_id": self.rpc_id,
-            "attempt": self.attempt,
-            "async_output_id": self.async_output_id or None,
-        }
         post_process: str | None = None
+        result, output, error, timings = None, None, None, None
         if self.failed:
             timings, data = pickle.loads(frame.body)
-            fields |= {"error": decode_error(data), "timings": timings}
+            error = decode_error(data)
         elif self.kind in (AsyncOutputKind.OUTPUT_READY, AsyncOutputKind.CHUNK_READY):
             times, post_process, head = pickle.loads(frame.body)
-            tree = unpack_bytes(head) if lease is None else unpack(head, lease.array())
-            named = dict(zip(_TIMES, times, strict=True))
-            fields |= {"output": tree, "timings": OutputTimings(**named, carrier=self.carrier)}
+            output = unpack_bytes(head) if lease is None else unpack(head, lease.array())
+            timings = _timings_of(times, self.carrier)
         elif self.kind is AsyncOutputKind.RPC_RESULT:
-            (fields["result"],) = unpack_bytes(frame.body)
+            (result,) = unpack_bytes(frame.body)
         elif self.kind is AsyncOutputKind.PROGRESS:
-            fields["result"] = bytes(frame.body).decode()
-        return AsyncDiffusionOutput(**fields), post_process
+            result = bytes(frame.body).decode()
+        message = AsyncDiffusionOutput(
+            kind=self.kind,
+            rpc_id=self.rpc_id,
+            async_output_id=self.async_output_id or None,
+            attempt=self.attempt,
+            result=result,
+            output=output,
+            error=error,
+            timings=timings or OutputTimings(),
+        )
+        return message, post_process
 
     def _discard(self) -> None:
         lease, self._lease = self._lease, None
         self._frame = None
         if lease is not None:
             lease.release()
+
+
+def _timings_of(times: tuple[Any, ...], carrier: str) -> OutputTimings:
+    # As pickle makes it: a frozen class's __init__ makes a call for each field.
+    timings = object.__new__(OutputTimings)
+    vars(timings).update(zip(_TIMES, times, strict=True), carrier=carrier)
+    return timings

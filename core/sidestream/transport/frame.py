@@ -54,7 +54,9 @@ def body_fd(frame: Frame) -> int | None:
 
 def descriptors(frame: Frame, body: int | None) -> list[int]:
     """Give the descriptors to send along, in their order."""
-    return [fd for fd in (frame.slot_fd, body) if fd is not None]
+    if frame.slot_fd is None:
+        return [] if body is None else [body]
+    return [frame.slot_fd] if body is None else [frame.slot_fd, body]
 
 
 def encode(frame: Frame, body: int | None) -> list[bytes | memoryview]:
@@ -64,9 +66,13 @@ def encode(frame: Frame, body: int | None) -> list[bytes | memoryview]:
         raise ValueError(
             f"An output id of {len(output_id)} bytes is too long; allowed: {MAX_OUTPUT_ID_BYTES}."
         )
-    flags = _ONE_SHOT if frame.is_one_shot else 0
-    flags |= _SLOT_FD if frame.slot_fd is not None else 0
-    flags |= _BODY_FD if body is not None else 0
+    flags = 0
+    if frame.is_one_shot:
+        flags = _ONE_SHOT
+    if frame.slot_fd is not None:
+        flags |= _SLOT_FD
+    if body is not None:
+        flags |= _BODY_FD
     header = _HEADER.pack(
         _VERSION,
         frame.kind,

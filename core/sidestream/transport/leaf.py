@@ -90,7 +90,9 @@ class Leaf:
             # 2.2 times slower at a large one. They all release the GIL.
             ctypes.memmove(destination.data_ptr() + self.offset, self._address, self.nbytes)
         else:
-            place = destination[self.offset : self.offset + self.nbytes]
+            place = destination
+            if self.nbytes != destination.numel():
+                place = destination[self.offset : self.offset + self.nbytes]
             self._gather(place, non_blocking=non_blocking)
 
     def to_array(self) -> Bytes:
@@ -116,7 +118,9 @@ class Leaf:
             # What is made here belongs to the current stream, so its memory may go when the call
             # ends. The leaf itself came from another stream and stays until drop().
             source = _resolve(source).contiguous()
-            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+            if source.dtype is not torch.uint8:
+                place = place.view(source.dtype)
+            place.view(source.shape).copy_(source, non_blocking=non_blocking)
         else:
             np.copyto(place.numpy().view(source.dtype).reshape(source.shape), source)
 
@@ -164,25 +168,30 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 def from_tensor(tensor: torch.Tensor) -> tuple[Leaf | None, Layout]:
     """Take a plain tensor apart: its bytes, if it has any, and how to rebuild it around them."""
-    plain = tensor.detach() if tensor.requires_grad or not tensor.is_cpu else tensor
+    is_on_host = tensor.is_cpu
+    plain = tensor.detach() if tensor.requires_grad or not is_on_host else tensor
     order = None
-    if not plain.is_contiguous():
+    is_in_one_piece = plain.is_contiguous()
+    if not is_in_one_piece:
         order = _memory_order(plain.stride())
         in_order = plain.permute(order)
-        if in_order.is_contiguous():
+        is_in_one_piece = in_order.is_contiguous()
+        if is_in_one_piece:
             plain = in_order
         else:
             order = None
     dtype = plain.dtype
-    layout = _dtype_name(dtype), tuple(plain.shape), _inverse(order)
+    layout = _dtype_name(dtype), tuple(plain.shape), None if order is None else _inverse(order)
     nbytes = plain.nbytes
     if nbytes == 0:
         return None, layout
-    if not plain.is_cpu:
+    if not is_on_host:
         return Leaf(plain, nbytes, is_borrowed=True), layout
     resolved = _resolve(plain)
     is_borrowed = resolved is plain
-    if not resolved.is_contiguous():
+    if not is_borrowed:
+        is_in_one_piece = resolved.is_contiguous()
+    if not is_in_one_piece:
         carrier = resolved.view(_CARRIERS[dtype.itemsize]).numpy()
         return Leaf(carrier, nbytes, is_borrowed=is_borrowed), layout
     address = resolved.data_ptr()
@@ -270,7 +279,8 @@ def from_array(array: np.ndarray[Any, Any]) -> tuple[Leaf | None, Layout]:
             order = None
     dtype = plain.dtype
     is_plain = dtype.kind in _PLAIN_KINDS and dtype.isbuiltin != 2 and dtype.metadata is None
-    layout = (dtype.str if is_plain else dtype, plain.shape, _inverse(order))
+    order = None if order is None else _inverse(order)
+    layout = (dtype.str if is_plain else dtype, plain.shape, order)
     nbytes = plain.nbytes
     if nbytes == 0:
         return None, layout
@@ -311,7 +321,5 @@ def _memory_order(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
-def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if order is None:
-        return None
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))

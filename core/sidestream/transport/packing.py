@@ -147,11 +147,13 @@ def unpack(head: bytes | memoryview, leaves: Bytes | None) -> Any:
     Raises:
         UnpackingError: A class can't be imported here, or refuses its own state.
     """
-    memory = np.empty(0, dtype=np.uint8) if leaves is None else leaves
+    if leaves is None:
+        leaves = np.empty(0, dtype=np.uint8)
+    memory, is_writable = leaves, leaves.flags.writeable
 
     def find(offset: int, nbytes: int) -> Bytes:
-        place = memory[offset : offset + nbytes]
-        return place if place.flags.writeable else place.copy()
+        place = memory if nbytes == memory.size else memory[offset : offset + nbytes]
+        return place if is_writable else place.copy()
 
     return trees.load(head, find)
 
