@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +131,16 @@ def test_a_tensor_crosses_to_another_process_without_a_page_fault():
     assert row["whole_ms"] > row["memcpy_ms"] > 0
 
 
+@pytest.mark.soak  # two processes of its own
+def test_the_script_that_compares_ways_reads_right_outputs_of_each():
+    script = Path(__file__).parents[2] / "scripts" / "bench_variants.py"
+    command = [sys.executable, script, "--platform", "sim"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "driver callback: not run: it needs a CUDA driver" in said
+    assert re.search(r"read and right: as it is \d+", said)
+    assert "failed" not in said
+
+
 @pytest.mark.parametrize("wrong", ["value", "last", "shape", "number"])
 def test_an_output_that_is_not_the_requests_own_ends_the_bench(wrong):
     tensor = torch.full(SMALL.shape, fill_of(3), dtype=torch.uint8)
@@ -153,7 +167,7 @@ def test_an_outputs_bytes_are_those_of_its_tensor(name):
 def test_a_table_shows_goals_that_are_met_and_missed():
     table = Table(name="t", title="Figures")
     table.add(what="a", share=0.99612, none=None)
-    table.add(what="b", other=3)
+    table.add(what="b", other=3, share=math.nan)
     table.goal("share", 0.996, bound=0.995, at_least=True)
     table.goal("gap", 60.0, bound=50.0, unit="us")
     table.goal("unknown", None, bound=1)
@@ -163,7 +177,9 @@ def test_a_table_shows_goals_that_are_met_and_missed():
     assert "met    share: 0.9960 >= 0.9950" in text
     assert "MISSED gap: 60 us <= 50 us" in text
     assert len(table.goals) == 2
-    assert json.loads(json.dumps(table.to_json()))["goals"][1]["met"] is False
+    document = json.loads(json.dumps(table.to_json(), allow_nan=False))
+    assert document["goals"][1]["met"] is False
+    assert document["rows"][1]["share"] is None
 
 
 def test_percentiles_are_values_that_were_seen():

@@ -86,11 +86,16 @@ class Table:
         return {
             "name": self.name,
             "title": self.title,
-            "rows": self.rows,
+            # JSON knows no nan.
+            "rows": [{name: _given(value) for name, value in row.items()} for row in self.rows],
             "goals": goals,
             "notes": self.notes,
             "took_s": self.took_s,
         }
+
+
+def _given(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _shown(value: Any) -> str:
