@@ -1,6 +1,6 @@
 """Ways to bring outputs out beside a launch-bound forward, each compared with dropping them.
 
-    python scripts/bench_variants.py [--platform cuda]
+    python scripts/bench_variants.py [--platform cuda] [--times 4] [--json FILE]
 
 A way is a class in ``WAYS``. Each runs in short blocks in turn with the same forwards whose outputs
 are dropped, all in one process, as a worker is; this process reads and checks what comes out.
@@ -13,6 +13,7 @@ import ctypes
 import errno
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import queue
@@ -24,6 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -293,7 +295,9 @@ class Contender:
         }
 
 
-def run_ways(platform_name: str, ends: Sequence[Any], gates: Sequence[Any], results: Any) -> None:
+def run_ways(
+    platform_name: str, times: float, ends: Sequence[Any], gates: Sequence[Any], results: Any
+) -> None:
     """Run each way in turn over the same forwards; in a process of its own.
 
     Puts rows and what to note, then None.
@@ -314,7 +318,7 @@ def run_ways(platform_name: str, ends: Sequence[Any], gates: Sequence[Any], resu
             traceback.print_exc()
             results.put(f"{cls.name}: failed: {error!r}.")
     for case in cases_of(platform_name):
-        until = time.monotonic() + case.seconds
+        until = time.monotonic() + times * case.seconds
         platform.synchronize_device(device)
 
         def one_round(way_first: bool, case: Case = case) -> None:
@@ -409,8 +413,8 @@ def ways_of(platform: str) -> list[type[Way]]:
     return [cls for cls in WAYS if cls.missing(platform) is None]
 
 
-def variants(platform: str) -> Iterator[Findings]:
-    """Measure all ways; gives the table after each case.
+def variants(platform: str, times: float = 1.0) -> Iterator[Findings]:
+    """Measure all ways, ``times`` as long as planned; gives the table after each case.
 
     Raises:
         RuntimeError: An output was wrong, or out of order.
@@ -432,7 +436,9 @@ def variants(platform: str) -> Iterator[Findings]:
             raise OSError("sem_init failed.")
     results = context.Queue()
     ends = [theirs for _, theirs in pairs]
-    process = context.Process(target=run_ways, args=(platform, ends, gates, results), daemon=True)
+    process = context.Process(
+        target=run_ways, args=(platform, times, ends, gates, results), daemon=True
+    )
     process.start()
     for theirs in ends:
         theirs.close()
@@ -479,10 +485,14 @@ def main() -> int:
     """Measure them alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="cuda")
+    parser.add_argument("--times", type=float, default=1.0, help="as long as planned")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    for findings in timed(variants(arguments.platform)):
-        if findings.tables[0].took_s is not None:
-            print(findings.tables[0].to_text())
+    for findings in timed(variants(arguments.platform, arguments.times)):
+        (table,) = findings.tables
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(table.to_json(), indent=1) + "\n")
+    print(table.to_text())
     return 0
 
 
