@@ -93,7 +93,7 @@ class _Pickler(pickle.Pickler):
         cls = type(obj)
         if cls in _COMMON:
             return None
-        kind = _kind(obj)
+        kind = _TENSOR if cls is torch.Tensor else _kind(obj)
         if kind is None:
             return None
         known = self._known.get(id(obj))
@@ -228,20 +228,18 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, tree: bytes, entries: list[_Entry], find: Callable[[int, int], Bytes]
-    ) -> None:
+    def __init__(self, tree: bytes, made: list[Any]) -> None:
         super().__init__(io.BytesIO(tree))
-        self._entries = entries
-        self._find = find
-        self._known: dict[int, Any] = {}
+        self._made = made
+        self._classed: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        number, kept = (pid, None) if type(pid) is int else pid
-        if number not in self._known:
-            leaf = _put_together(self._entries[number], self._find)
-            self._known[number] = leaf if kept is None else leaves.with_class(leaf, kept)
-        return self._known[number]
+        if type(pid) is int:
+            return self._made[pid]
+        number, kept = pid
+        if number not in self._classed:
+            self._classed[number] = leaves.with_class(self._made[number], kept)
+        return self._classed[number]
 
 
 def _put_together(entry: _Entry, find: Callable[[int, int], Bytes]) -> Any:
@@ -262,9 +260,8 @@ def load(head: bytes | memoryview, find: Callable[[int, int], Bytes]) -> Any:
     """
     try:
         tree, entries = pickle.loads(head)
-        if not tree:
-            return _put_together(entries[0], find)
-        return _Unpickler(tree, entries, find).load()
+        made = [_put_together(entry, find) for entry in entries]
+        return _Unpickler(tree, made).load() if tree else made[0]
     except MemoryError:
         raise
     except Exception as error:  # boundary: classes of the payload run their own code here
