@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import errno
 import functools
 import itertools
@@ -31,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from sidestream import ResultChannel, ResultPumpThread, SlotSink, load_platform
-from sidestream.bench.blocks import BLOCK, ratio_of
+from sidestream.bench.blocks import BLOCK, ORDER, ratio_of
 from sidestream.bench.findings import Findings
 from sidestream.bench.forwards import forwards_on
 from sidestream.bench.run import timed
@@ -56,12 +57,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(0.005, "1024px", 10.0),
+    Case(0.005, "1024px", 9.0),
     Case(0.02, "1024px", 20.0),
-    Case(0.02, "4x1024px-float32", 12.0),
+    Case(0.02, "4x1024px-float32", 10.0),
 )
 #: Elsewhere than on a real device: only that it runs, and that outputs are right.
 SMALL_CASES = (Case(0.005, "64px", 0.5),)
+#: Forwards between a pause and the first block.
+LEAD = 3
 #: Outputs on the device at a time, as ``max_pending_outputs``.
 PLACES = 2
 TIMEOUT_S = 10.0
@@ -105,8 +108,11 @@ class Way:
         """Do what comes behind it."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait until what was brought out so far is out."""
+
     def close(self) -> None:
-        """Wait for what is under way."""
+        """End it, once it is settled."""
 
     def sink(self) -> SlotSink:
         """Make the memory for its outputs."""
@@ -156,6 +162,9 @@ class AsItIs(Way):
         label = OutputLabel(output_id=str(number))
         self.outputs.hand_over(label, payload, forward, timings, self.places.give_back)
         forward.end()
+
+    def settle(self) -> None:
+        self.outputs.drain()
 
     def close(self) -> None:
         self.outputs.close()
@@ -237,10 +246,13 @@ class DriverCallback(Way):
         self.post_behind_copy()
         self.pending.append((done, packed))
 
-    def close(self) -> None:
-        for done, packed in self.pending:
+    def settle(self) -> None:
+        while self.pending:
+            done, packed = self.pending.popleft()
             done.wait()
             packed.drop()
+
+    def close(self) -> None:
         self.slots.close()
 
 
@@ -271,26 +283,26 @@ def cases_of(platform: str) -> Sequence[Case]:
 
 @dataclass
 class Contender:
-    """A way, the numbers of its outputs, and its blocks of one case."""
+    """A way, the numbers of its outputs, and of one case its blocks and those beside them."""
 
     way: Way
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    pairs: list[tuple[Block, Block]] = field(default_factory=list)
+    groups: list[tuple[Block, Block]] = field(default_factory=list)
 
     def row(self, case: Case) -> dict[str, Any]:
-        forward = ratio_of([(own.forward_s, other.forward_s) for own, other in self.pairs])
-        period = ratio_of([(own.period_s, other.period_s) for own, other in self.pairs])
-        others = [own.others_s - other.others_s for own, other in self.pairs]
+        forward = ratio_of([(own.forward_s, other.forward_s) for own, other in self.groups])
+        period = ratio_of([(own.period_s, other.period_s) for own, other in self.groups])
+        others = [own.others_s - other.others_s for own, other in self.groups]
         return {
             "forward": f"launch, {1e3 * case.forward_s:g} ms, {case.output}",
             "way": self.way.name,
-            "dropped_ms": 1e3 * statistics.median(other.forward_s for _, other in self.pairs),
+            "dropped_ms": 1e3 * statistics.median(other.forward_s for _, other in self.groups),
             "forward_ratio": forward.value,
             "forward_95": forward.interval,
             "period_ratio": period.value,
             "period_95": period.interval,
-            "pairs": forward.pairs,
-            "wakeups_per_output": statistics.median(own.wakeups for own, _ in self.pairs),
+            "groups": forward.pairs,
+            "wakeups_per_output": statistics.median(own.wakeups for own, _ in self.groups),
             "other_threads_us": 1e6 * statistics.median(others),
         }
 
@@ -321,40 +333,52 @@ def run_ways(
         until = time.monotonic() + times * case.seconds
         platform.synchronize_device(device)
 
-        def one_round(way_first: bool, case: Case = case) -> None:
+        def one_round(case: Case = case) -> None:
             for contender in contenders:
-                blocks = {}
-                for is_way in (way_first, not way_first):
+                # The first forwards behind a pause are nobody's.
+                run_block(device, work, case, dropped, itertools.count(), size=LEAD)
+                blocks: dict[bool, list[Block]] = {True: [], False: []}
+                for is_way in ORDER:
                     way, numbers = dropped, itertools.count()
                     if is_way:
                         way, numbers = contender.way, contender.numbers
-                    blocks[is_way] = run_block(device, work, case, way, numbers)
-                contender.pairs.append((blocks[True], blocks[False]))
+                    blocks[is_way].append(run_block(device, work, case, way, numbers))
+                contender.groups.append((mean_of(blocks[True]), mean_of(blocks[False])))
+                # Else the next one would have this one's last outputs beside it.
+                contender.way.settle()
+                platform.synchronize_device(device)
 
-        one_round(True)  # makes arenas, and chooses kernels
+        one_round()  # makes arenas, and chooses kernels
         began = time.monotonic()
-        one_round(False)
+        one_round()
         now = time.monotonic()
         for contender in contenders:
-            contender.pairs.clear()
-        for number in range(max(1, int((until - now) / (now - began)))):
-            one_round(number % 2 == 0)
+            contender.groups.clear()
+        for _ in range(max(1, int((until - now) / (now - began)))):
+            one_round()
         for contender in contenders:
             results.put(contender.row(case))
-            contender.pairs.clear()
+            contender.groups.clear()
     for contender in contenders:
+        contender.way.settle()
         contender.way.close()
     results.put(None)
 
 
 def run_block(
-    device: torch.device, work: Any, case: Case, way: Way, numbers: Iterator[int]
+    device: torch.device,
+    work: Any,
+    case: Case,
+    way: Way,
+    numbers: Iterator[int],
+    *,
+    size: int = BLOCK,
 ) -> Block:
     """Run one block; its first forward counts for nothing."""
     workload = Workload(output=case.output, forward_s=case.forward_s, kind="launch")
     dtype = getattr(torch, workload.dtype)
     began, launched = [], []
-    for index in range(BLOCK):
+    for index in range(size):
         if index == 1:
             sleeps, others_s = _sleeps(), _others_s()
         began.append(time.perf_counter())
@@ -366,7 +390,7 @@ def run_block(
         way.bring_out(number, tensor)
         del tensor
     ended = time.perf_counter()
-    counted = BLOCK - 1
+    counted = size - 1
     forwards = [end - start for start, end in zip(began, launched, strict=True)]
     return Block(
         forward_s=statistics.median(forwards[1:]),
@@ -374,6 +398,12 @@ def run_block(
         wakeups=(_sleeps() - sleeps) / counted,
         others_s=(_others_s() - others_s) / counted,
     )
+
+
+def mean_of(blocks: Sequence[Block]) -> Block:
+    """Take the blocks of one group together."""
+    names = [field.name for field in dataclasses.fields(Block)]
+    return Block(**{n: statistics.fmean(getattr(block, n) for block in blocks) for n in names})
 
 
 def _sleeps() -> int:

@@ -71,15 +71,16 @@ def test_a_dropped_output_is_made_and_not_moved(session):
 
 def test_kept_and_dropped_outputs_are_compared_in_blocks_that_take_turns(session):
     quick = dataclasses.replace(SMALL, forward_s=0.002)
-    pairs = run_blocks(session.engine("on"), quick, quick.without_output(), 2)
-    began = [[forward.began_at for forward in block] for pair in pairs for block in pair]
-    # Kept, dropped, dropped, kept; each with the one forward that follows it.
-    in_turn = began[0] + began[1][1:] + began[3][1:] + began[2][1:]
-    assert in_turn == sorted(set(in_turn))
-    assert len(in_turn) == 4 * BLOCK + 1
+    ((kept, dropped),) = run_blocks(session.engine("on"), quick, quick.without_output(), 1)
+    in_turn = [kept[0], dropped[0], dropped[1], kept[1]]
+    # Each with the one forward that follows it.
+    began = [forward.began_at for block in in_turn for forward in block[:-1]]
+    assert began == sorted(set(began))
+    assert len(began) == 4 * BLOCK
+    assert [block[-1].began_at for block in in_turn[:3]] == began[BLOCK::BLOCK]
     (found,) = slowdown(session, [quick], rounds=1, seconds=0.02)
     (row,) = found.tables[0].rows
-    assert row["pairs"] == 1
+    assert row["groups"] == 1
     assert row["forward_ratio"] > 0
     assert row["period_ratio"] > 0
 

@@ -1,7 +1,7 @@
 """Two ways in short blocks that take turns, compared block by block.
 
 What else a machine does slows series of a second by 10 to 20 %, and both of two blocks that follow
-each other within some hundredths of a second about alike.
+each other within parts of a second about alike.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 #: Forwards of a block. The first one counts for none: it runs beside the other way's last copy.
 BLOCK: Final = 6
+#: Blocks of a group, True for the first way's: one that is quicker where it comes first, or on a
+#: machine that becomes slower, is so both ways.
+ORDER: Final = (True, False, False, True)
+Block = list["Forward"]
 #: Resamples of an interval, and its share.
 _RESAMPLES: Final = 2000
 _CONFIDENCE: Final = 0.95
@@ -66,47 +70,36 @@ def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
     return Ratio(value=value, low=float(low), high=float(high), pairs=len(pairs))
 
 
-def pairs_in(seconds: float, forward_s: float) -> int:
-    """Give how many pairs of blocks take about that long; one at least."""
-    return max(1, round(seconds / (2 * BLOCK * forward_s)))
-
-
-def is_first(pairs: int) -> list[bool]:
-    """Tell for each block whether it is the first way's.
-
-    Every other pair runs the other way round, so that a machine that becomes faster or slower
-    favors neither.
-    """
-    return [first for pair in range(pairs) for first in ((True, False), (False, True))[pair % 2]]
+def groups_in(seconds: float, forward_s: float) -> int:
+    """Give how many groups of blocks take about that long; one at least."""
+    return max(1, round(seconds / (len(ORDER) * BLOCK * forward_s)))
 
 
 def run_blocks(
-    engine: DiffusionEngine, first: Workload, second: Workload, pairs: int
-) -> list[tuple[list[Forward], list[Forward]]]:
-    """Run both in one stream of requests without a pause, and give each pair's forwards.
+    engine: DiffusionEngine, first: Workload, second: Workload, groups: int
+) -> list[tuple[list[Block], list[Block]]]:
+    """Run both in one stream of requests without a pause; give each group's blocks, way by way.
 
-    A block's forwards are all of them and the first one behind it, which tells when its last one's
-    time was over. A block that is not counted runs in front, until the engine is in its stride.
+    A block is its forwards and the first one behind it, which tells when its last one's time was
+    over. One that is not counted runs in front, until the engine is in its stride.
 
     Raises:
         InternalError: An output is not its request's.
     """
-    order = is_first(pairs)
-    lead = [first if order[0] else second] * BLOCK
-    stream = [*lead, *((first if way else second) for way in order for _ in range(BLOCK)), second]
+    order = ORDER * groups
+    stream = [first if is_first else second for is_first in order for _ in range(BLOCK)]
+    stream = [second] * BLOCK + stream + [second]
     call(engine, "take_forwards")
     requests = (workload.request(number) for number, workload in enumerate(stream))
     for number, output in enumerate(engine.imap(requests)):
         sample_of(stream[number], output, number)
         del output  # its slot is free while the next one is waited for
-    forwards: list[Forward] = call(engine, "take_forwards")
+    forwards: Block = call(engine, "take_forwards")
     if len(forwards) != len(stream):
         raise InternalError(f"{len(stream)} requests were {len(forwards)} forwards.")
-    blocks = [
-        forwards[start : start + BLOCK + 1] for start in range(BLOCK, len(forwards) - 1, BLOCK)
-    ]
-    found = []
-    for pair in range(pairs):
-        one, other = blocks[2 * pair : 2 * pair + 2]
-        found.append((one, other) if order[2 * pair] else (other, one))
+    found: list[tuple[list[Block], list[Block]]] = [([], []) for _ in range(groups)]
+    for index, is_first in enumerate(order):
+        start = BLOCK * (index + 1)
+        block = forwards[start : start + BLOCK + 1]
+        found[index // len(ORDER)][0 if is_first else 1].append(block)
     return found

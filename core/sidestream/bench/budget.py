@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from sidestream.bench.blocks import BLOCK
+from sidestream.bench.blocks import BLOCK, ORDER
 from sidestream.bench.bubble import WAYS, waiting
 from sidestream.bench.handoff import BATCH_FORWARD_S, BATCHES, LONE_FORWARD_S
 from sidestream.bench.overload import LOADS, LYING
 from sidestream.bench.plan import Plan
-from sidestream.bench.slowdown import COUNTED, pairs_of
+from sidestream.bench.slowdown import COUNTED, groups_of
 from sidestream.bench.throughput import requests_in
 from sidestream.bench.workload import Workload
 
@@ -57,8 +57,8 @@ def _bubble(plan: Plan) -> float:
 def _slowdown(plan: Plan) -> float:
     total_s = 0.0
     for workload in plan.slowdown:
-        pairs = pairs_of(workload, plan.slowdown_seconds)
-        forwards = 2 * COUNTED + BLOCK * (1 + 2 * pairs)
+        groups = groups_of(workload, plan.slowdown_seconds)
+        forwards = 2 * COUNTED + BLOCK * (1 + len(ORDER) * groups)
         # Small kernels take longer in company than they did when they were counted.
         longer = 1.15 if workload.kind == "launch" else 1.0
         total_s += plan.slowdown_rounds * (forwards * workload.forward_s * longer + 3 * _SERIES_S)

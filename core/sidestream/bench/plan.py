@@ -30,7 +30,7 @@ class Plan:
     bubble_count: int
     slowdown: Sequence[Workload]
     slowdown_rounds: int
-    #: In pairs of blocks, of a round.
+    #: In blocks, of a round.
     slowdown_seconds: float
     handoff: Sequence[str]
     handoff_count: int

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from sidestream.bench.blocks import Ratio, pairs_in, ratio_of, run_blocks
+from sidestream.bench.blocks import Block, Ratio, groups_in, ratio_of, run_blocks
 from sidestream.bench.findings import Findings
 from sidestream.bench.pipelines import Forward
 from sidestream.bench.series import Series, Session, call, limit_of, run_series, warm_up
@@ -26,8 +27,8 @@ def slowdown(
     """Compare forwards whose outputs are kept with the same whose outputs are dropped.
 
     Both go through one engine in blocks that take turns, for ``seconds`` a round, so that the
-    forwards of a pair are parts of a second apart; a quarter of it for those that fill the device,
-    whose events tell more from fewer. Two times are compared: a forward, and the whole
+    forwards that are compared are parts of a second apart; a third of it for those that fill the
+    device, whose events tell more from fewer. Two times are compared: a forward, and the whole
     period from its start to the next one's, which also holds what is done between two forwards. One
     that fills the device is timed by device events. One of small kernels, of which the host is the
     limit, is timed on the host: whatever else runs in the worker's process takes from it.
@@ -41,29 +42,31 @@ def slowdown(
         "kept relative to dropped (95 %)",
     )
     for workload in workloads:
-        _measure(table, session, workload, rounds, pairs_of(workload, seconds))
+        _measure(table, session, workload, rounds, groups_of(workload, seconds))
         yield Findings(tables=[table])
 
 
-def pairs_of(workload: Workload, seconds: float) -> int:
-    """Give how many pairs of blocks a round has."""
-    return pairs_in(seconds if workload.kind == "launch" else seconds / 4, workload.forward_s)
+def groups_of(workload: Workload, seconds: float) -> int:
+    """Give how many groups of blocks a round has."""
+    return groups_in(seconds if workload.kind == "launch" else seconds / 3, workload.forward_s)
 
 
-def _measure(table: Table, session: Session, workload: Workload, rounds: int, pairs: int) -> None:
+def _measure(table: Table, session: Session, workload: Workload, rounds: int, groups: int) -> None:
     engine = session.engine("on")
     dropped = workload.without_output()
     warm_up(engine, workload)
     alone: list[float] = []
     outputs: list[Series] = []
-    found: list[tuple[list[Forward], list[Forward]]] = []
+    found: list[tuple[list[Block], list[Block]]] = []
     for _ in range(rounds):
         limit_of(engine, workload, COUNTED)
         alone.append(_forward_s(workload, call(engine, "take_forwards")))
         outputs.append(run_series(engine, workload, COUNTED))
-        found += run_blocks(engine, workload, dropped, pairs)
-    forwards = [(_forward_s(workload, a[:-1]), _forward_s(workload, b[:-1])) for a, b in found]
-    periods = [(_period_s(workload, a), _period_s(workload, b)) for a, b in found]
+        found += run_blocks(engine, workload, dropped, groups)
+    forwards, periods = (
+        [(_mean(take, workload, kept), _mean(take, workload, other)) for kept, other in found]
+        for take in (_block_s, _period_s)
+    )
     by_forward, by_period = ratio_of(forwards), ratio_of(periods)
     kept_s = median([kept for kept, _ in forwards])
     name = f"{workload.kind}, {1e3 * workload.forward_s:g} ms, {workload.output}"
@@ -75,7 +78,7 @@ def _measure(table: Table, session: Session, workload: Workload, rounds: int, pa
         period_ratio=by_period.value,
         period_95=by_period.interval,
         to_alone=kept_s / median(alone),
-        pairs=by_forward.pairs,
+        groups=by_forward.pairs,
         wakeups_per_output=median([_used(s, "wakeups") for s in outputs]),
         output_thread_us=1e6 * median([_used(s, "output_thread_cpu_s") for s in outputs]),
     )
@@ -95,13 +98,23 @@ def _forward_s(workload: Workload, forwards: Sequence[Forward]) -> float:
     return median(timed or [forward.host_s for forward in forwards[1:]])
 
 
+def _block_s(workload: Workload, block: Block) -> float:
+    return _forward_s(workload, block[:-1])
+
+
+def _mean(
+    take: Callable[[Workload, Block], float], workload: Workload, blocks: Sequence[Block]
+) -> float:
+    return statistics.fmean(take(workload, block) for block in blocks)
+
+
 def _time_s(workload: Workload, forward: Forward) -> float | None:
     return forward.host_s if workload.kind == "launch" else forward.device_s
 
 
-def _period_s(workload: Workload, forwards: Sequence[Forward]) -> float:
+def _period_s(workload: Workload, block: Block) -> float:
     """Give the mean from one forward's start to the next one's: what counts is their sum."""
-    counted = forwards[1:]
+    counted = block[1:]
     if workload.kind != "launch":
         timed = [_device_period_s(one, following) for one, following in itertools.pairwise(counted)]
         if None not in timed:
