@@ -188,8 +188,8 @@ class _Rounds:
             raise PlatformError(
                 f"Plugin {platform.name!r}: {wrong} of {_CHECKED_BYTES} bytes copied from {device} "
                 f"by {self.whose} are wrong or late: either it does not wait for what the other "
-                "stream had queued (record_device_event, wait_event, join_current), or the copy's "
-                "event comes too early; outputs would be wrong.",
+                "stream had queued, by record_device_event and wait_event or by join_current, or "
+                "the copy's event comes too early; outputs would be wrong.",
                 platform=platform.name,
             )
         if not (copied.query() and written.query()):
