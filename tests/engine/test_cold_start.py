@@ -74,6 +74,11 @@ def test_a_pipeline_may_not_know():
     assert declared_nbytes(LoadedPipeline(SimpleNamespace(output_nbytes=lambda p: None))) is None
 
 
+def test_a_share_without_room_for_one_output_is_told_with_what_to_set(caplog):
+    reserve_outputs(SlotPool(1 << 20), 1 << 21, 4)
+    assert f"Set host_buffer_bytes to {1 << 23} or more" in caplog.text
+
+
 def test_without_memory_the_start_goes_on_and_says_so(caplog):
     pool = SlotPool(1 << 40)
     reserve_outputs(pool, 1 << 39, 2)

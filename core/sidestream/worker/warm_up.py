@@ -36,6 +36,16 @@ def reserve_outputs(sink: OutputSink[Any], nbytes: int | None, least: int) -> No
         sink.reserve(nbytes, max(least, min(_BACKLOG, _CHEAP_BYTES // nbytes)))
     except MemoryError as error:
         logger.warning("No memory is made for outputs before the first request: %s", error)
+        return
+    stats = sink.stats
+    if stats is not None and stats.arena_bytes < nbytes:
+        logger.warning(
+            "A worker's share of host_buffer_bytes has no room for an output, which takes %d "
+            "bytes: memory is made for each one, in its way. Set host_buffer_bytes to %d or more "
+            "for each worker.",
+            nbytes,
+            least * nbytes,
+        )
 
 
 def declared_nbytes(pipeline: LoadedPipeline) -> int | None:
