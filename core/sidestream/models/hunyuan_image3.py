@@ -18,6 +18,7 @@ from torch import Tensor
 from sidestream.errors import InvalidRequestError
 from sidestream.models.diffusers_pipeline import load_pretrained, named_arguments
 from sidestream.models.hunyuan_image3_transformer import Canvas, HunyuanImage3Transformer, Prefix
+from sidestream.models.one_by_one import OneByOne
 from sidestream.models.plain_networks import are_plain
 from sidestream.models.post_process import decoded_nbytes
 from sidestream.models.registry import read_defaults
@@ -26,10 +27,9 @@ from sidestream.models.sharding import load_shard
 from sidestream.models.step import StepState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from sidestream.config import PipelineConfig
-    from sidestream.models.pipeline import StepHook
     from sidestream.request import DiffusionRequest, SamplingParams
 
 #: What the released model's generation config is published to say.
@@ -67,26 +67,20 @@ class HunyuanImage3State(StepState):
     guidance_scale: float | None
 
 
-class HunyuanImage3:
+class HunyuanImage3(OneByOne):
     """Sample images; a payload is the raw decoder tensor (n,3,H,W), or latents (n,c,h,w).
 
     A request is one sequence of its own length, so requests don't share a forward. With more than
     one rank each holds a part of the transformer, see ``sharding``.
     """
 
-    supports_request_batch = False
-    #: Every forward allocates its results anew, and the decoder keeps none of them.
-    outputs_are_private = True
     post_process = "HunyuanImage3Pipeline"
 
     def __init__(
         self, pipeline: HunyuanImage3Pipeline, defaults: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__({**_DEFAULTS, **(defaults or {})})
         self.pipeline = pipeline
-        #: Sampling parameters where a request names none.
-        self.defaults = {**_DEFAULTS, **(defaults or {})}
-        #: Called after each denoising step with the number of steps done; may raise.
-        self.on_step: StepHook | None = None
 
     @classmethod
     def load(cls, config: PipelineConfig) -> Self:
@@ -98,15 +92,6 @@ class HunyuanImage3:
         pipeline = load_pretrained(HunyuanImage3Pipeline, config, **shard)
         assert config.model is not None  # load_pretrained refused it
         return cls(pipeline, read_defaults(config.model))
-
-    @torch.no_grad()
-    def forward(self, requests: Sequence[DiffusionRequest]) -> list[Tensor]:
-        """Sample the requests one after the other; give one tensor each.
-
-        Raises:
-            InvalidRequestError: A request asks for something that the model doesn't take.
-        """
-        return [self._sample(request) for request in requests]
 
     def _sample(self, request: DiffusionRequest) -> Tensor:
         state = self.prepare_encode(request)

@@ -6,7 +6,7 @@ weights were never loaded here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from sidestream.errors import ConfigError, InvalidRequestError
 from sidestream.models.diffusers_pipeline import named_arguments, quiet_progress_bars
+from sidestream.models.one_by_one import OneByOne
 from sidestream.models.registry import read_defaults
 from sidestream.models.seeds import check_seed
 from sidestream.models.step_report import reporting_steps
 
 if TYPE_CHECKING:
     from sidestream.config import PipelineConfig
-    from sidestream.models.pipeline import StepHook
     from sidestream.request import DiffusionRequest, SamplingParams
 
 _OPTIONS: Final = ("trust_remote_code", "model_arguments")
@@ -31,7 +31,7 @@ _OWN: Final = frozenset({"seed", "image_size", "diff_infer_steps", "diff_guidanc
 _REFUSED: Final = ("num_frames", "true_cfg_scale", "negative_prompt")
 
 
-class HunyuanImage3Released:
+class HunyuanImage3Released(OneByOne):
     """Sample images; a payload is the raw decoder tensor (n,3,H,W), left on the device.
 
     The checkpoint's ``generate_image`` is stopped when its VAE has decoded: what would follow, PIL
@@ -39,17 +39,11 @@ class HunyuanImage3Released:
     draws its noise on the device, so a seed gives other noise on another kind of device.
     """
 
-    supports_request_batch = False
-    #: The decoder keeps none of its results.
-    outputs_are_private = True
     post_process = "HunyuanImage3ForCausalMM"
 
     def __init__(self, model: Any, defaults: Mapping[str, Any] | None = None) -> None:
+        super().__init__(defaults)
         self.model = model
-        #: Sampling parameters where a request names none.
-        self.defaults = dict(defaults or {})
-        #: Called after each denoising step with the number of steps done; may raise.
-        self.on_step: StepHook | None = None
 
     @classmethod
     def load(cls, config: PipelineConfig) -> Self:
@@ -89,15 +83,6 @@ class HunyuanImage3Released:
         if hasattr(model, "load_tokenizer"):
             model.load_tokenizer(str(folder))
         return cls(model.eval(), read_defaults(folder))
-
-    @torch.no_grad()
-    def forward(self, requests: Sequence[DiffusionRequest]) -> list[Tensor]:
-        """Sample the requests one after the other; give one tensor each.
-
-        Raises:
-            InvalidRequestError: A request asks for something that the model doesn't take.
-        """
-        return [self._sample(request) for request in requests]
 
     def _sample(self, request: DiffusionRequest) -> Tensor:
         params = request.sampling_params.with_defaults(self.defaults)

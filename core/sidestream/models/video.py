@@ -16,6 +16,7 @@ from sidestream.models.diffusers_pipeline import (
     with_signature_defaults,
 )
 from sidestream.models.greenlet_steps import GreenletSteps
+from sidestream.models.one_by_one import OneByOne
 from sidestream.models.quiet_scheduler import quiet
 from sidestream.models.raw_output import RAW, leave_raw
 from sidestream.models.registry import read_defaults
@@ -23,7 +24,7 @@ from sidestream.models.seeds import check_seed, generators
 from sidestream.models.video_size import VideoSize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from sidestream.config import PipelineConfig
     from sidestream.models.pipeline import StepHook
@@ -33,15 +34,12 @@ if TYPE_CHECKING:
 _FIELDS: Final = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale")
 
 
-class DiffusersVideo(GreenletSteps):
+class DiffusersVideo(OneByOne, GreenletSteps):
     """Sample videos; a payload is the raw decoder tensor (1,3,frames,H,W), -1 to 1, or latents.
 
     A video fills a device, so requests don't share a forward.
     """
 
-    supports_request_batch = False
-    #: Every forward allocates its results anew, and the decoder keeps none of them.
-    outputs_are_private = True
     #: The pipeline's class.
     pipeline_class: ClassVar[Any]
     #: The library would round other sizes down.
@@ -50,11 +48,8 @@ class DiffusersVideo(GreenletSteps):
     frame_multiple: int = 1
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
+        super().__init__(defaults)
         self.pipeline = pipeline
-        #: Sampling parameters where a request names none.
-        self.defaults = dict(defaults or {})
-        #: Called after each denoising step with the number of steps done; may raise.
-        self.on_step: StepHook | None = None
         leave_raw(pipeline)
         pipeline.scheduler = quiet(pipeline.scheduler)
 
@@ -69,15 +64,6 @@ class DiffusersVideo(GreenletSteps):
         pipeline = load_pretrained(cls.pipeline_class, config)
         assert config.model is not None  # load_pretrained refused it
         return cls(pipeline, read_defaults(config.model))
-
-    @torch.no_grad()
-    def forward(self, requests: Sequence[DiffusionRequest]) -> list[Tensor]:
-        """Sample the requests one after the other; give one tensor each.
-
-        Raises:
-            InvalidRequestError: A request asks for something that the pipeline doesn't take.
-        """
-        return [self._sample(request) for request in requests]
 
     def output_nbytes(self, params: SamplingParams) -> int | None:
         """Give the bytes of one video, or of its latents; None: not possible, or not known."""
