@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -135,6 +137,118 @@ def test_a_copy_that_nobody_wants_any_more_gives_its_slot_back_when_it_is_over(u
         assert (take(arrived) == 0).all()
         with pytest.raises(RequestAbortedError):
             take(arrived)
+
+
+@contextmanager
+def full_device():
+    """Let the device have no memory for anything more."""
+    faults = sim.faults(0)
+    free, total = load_plugin("sim", "sidestream.testing.sim").memory_info(sim.device(0))
+    faults.memory_bytes = total - free
+    try:
+        yield
+    finally:
+        faults.memory_bytes = total
+
+
+def test_a_copy_is_not_queued_before_one_that_was_left_to_the_output_thread():
+    stream = sim.default_stream(0)
+    with output_thread(slots=3) as (thread, _, arrived):
+        with busy(thread):
+            thread.submit("mixed", {"a": tensor(3), "b": torch.ones(4)}, private=True)
+            stream.synchronize()
+            stream.hold()
+            thread.submit("next", tensor(7), private=True)
+        try:
+            assert (take(arrived) == 0).all()
+            # On its way, though the next one's forward goes on.
+            assert (take(arrived)["a"] == 3).all()
+        finally:
+            stream.release()
+        assert (take(arrived) == 7).all()
+
+
+def test_after_one_that_was_left_to_it_copies_are_queued_at_once_again(until):
+    with output_thread(slots=4) as (thread, _, arrived):
+        thread.submit("mixed", {"a": tensor(3), "b": torch.ones(4)}, private=True)
+        take(arrived)
+        with busy(thread):
+            thread.submit("next", tensor(7), private=True)
+            until(lambda: len(sim.copies()) == 3)
+        assert [float(take(arrived)[0, 0]) for _ in range(2)] == [0, 7]
+
+
+def test_a_copy_that_fails_for_the_caller_fails_its_output_alone():
+    with output_thread(slots=3) as (thread, sink, arrived):
+        with busy(thread):
+            scattered = tensor(7)[:, ::2]  # to be put together on the device, in one piece
+            with full_device():
+                output = thread.submit("scattered", scattered, private=True)
+            thread.submit("next", tensor(8), private=True)
+        with pytest.raises(OutputTransferError, match="OutOfMemory"):
+            output.result(LIMIT_S)
+        first = take(arrived)
+        with pytest.raises(OutputTransferError):
+            take(arrived)
+        last = take(arrived)
+        assert (float(first[0, 0]), float(last[0, 0])) == (0, 8)
+        assert sink.stats.slots_in_use == 2
+
+
+def test_a_copy_that_failed_and_is_unwanted_keeps_nothing():
+    def given_up(label):
+        unwanted = label.output_id == "unwanted"
+        return RequestAbortedError(outcome=AbortOutcome.DETACHED) if unwanted else None
+
+    with output_thread(slots=3, given_up=given_up) as (thread, sink, _):
+        gc.collect()
+        gc.disable()
+        try:
+            with busy(thread):
+                scattered = tensor(7)[:, ::2]
+                kept = weakref.ref(scattered)
+                with full_device():
+                    output = thread.submit("unwanted", scattered, private=True)
+                del scattered
+            with pytest.raises(RequestAbortedError):
+                output.result(LIMIT_S)
+            thread.drain(LIMIT_S)
+            assert kept() is None
+        finally:
+            gc.enable()
+        assert sink.stats.slots_in_use == 1
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_an_output_does_not_suffer_from_what_its_callback_raises(is_wanted, caplog):
+    def given_up(label):
+        return None if is_wanted else RequestAbortedError(outcome=AbortOutcome.DETACHED)
+
+    def on_done():
+        raise RuntimeError("a callback's own mistake")
+
+    with output_thread(slots=3, given_up=given_up) as (thread, _, arrived):
+        output = thread.submit("one", tensor(7), private=True, on_done=on_done)
+        if is_wanted:
+            output.result(LIMIT_S)
+            assert (take(arrived) == 7).all()
+        else:
+            with pytest.raises(RequestAbortedError):
+                output.result(LIMIT_S)
+    assert "a callback's own mistake" in caplog.text
+
+
+def test_an_output_whose_hand_over_is_interrupted_comes_all_the_same():
+    done = threading.Event()
+    with output_thread("interrupting_platform", slots=3) as (thread, sink, arrived):
+        with pytest.raises(KeyboardInterrupt):
+            thread.submit("one", tensor(7), private=True, on_done=done.set)
+        held = take(arrived)
+        assert (held == 7).all()
+        assert done.wait(LIMIT_S)
+        thread.submit("next", tensor(8), private=True)
+        assert (take(arrived) == 8).all()
+        assert sink.stats.slots_in_use == 2
 
 
 @pytest.mark.parametrize("attempt", range(5))

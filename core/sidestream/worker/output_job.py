@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from sidestream.request import OutputTimings
 from sidestream.transport.packing import Packed
 from sidestream.worker.forwards import Forward
 from sidestream.worker.sink import Destination, OutputLabel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +51,8 @@ class OutputJob:
     copy: Copy | None = None
     #: Why its copy could not be queued by the thread that queues the forwards.
     error: Exception | None = None
+    #: Whether its copy was left to the thread that waits for copies, which has not queued it yet.
+    is_left: bool = False
     timings: OutputTimings = field(default_factory=OutputTimings)
     #: Called once, when the device memory is free again, whatever happened.
     on_done: Callable[[], None] | None = None
@@ -61,5 +66,10 @@ class OutputJob:
         """Let go of the device memory and say so; idempotent."""
         self.packed.drop()
         on_done, self.on_done = self.on_done, None
-        if on_done is not None:
+        if on_done is None:
+            return
+        try:
             on_done()
+        except BaseException:
+            # Boundary: a callback of whoever embeds this; the output has done nothing wrong.
+            logger.exception("What follows output %r raised.", self.label.output_id)

@@ -132,9 +132,12 @@ class AsyncOutputThread:
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError("The output thread is closed and takes no more outputs.")
-            if self._stream is not None:
-                self.transfer.queue_copy(job, self._stream)
-            self._jobs.put(job)
+            try:
+                if self._stream is not None:
+                    self.transfer.queue_copy(job, self._stream)
+            finally:
+                # Whatever comes, such as Ctrl-C: somebody may wait for it, and it has a place.
+                self._jobs.put(job)
         return job.future
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -210,3 +213,5 @@ class AsyncOutputThread:
         except BaseException:
             # Boundary: callbacks of whoever embeds this; later outputs have done nothing wrong.
             logger.exception("What follows output %r raised.", job.label.output_id)
+        finally:
+            self.transfer.catch_up(job)

@@ -57,6 +57,9 @@ class OutputTransfer:
         self._sync = DeviceSync(platform, device)
         self._times = CopyTimes(forwards)
         self._staging = Staging(platform, device)
+        # Of the copies: how many were left to the thread that waits for them, and how many of those
+        # it is through with. A count each thread, so that neither needs a lock.
+        self._left, self._caught_up = 0, 0
 
     def start_clock(self, stream: SideStream | None) -> None:
         """Set the device's clock by the host's, on the thread that will call ``run``."""
@@ -104,18 +107,28 @@ class OutputTransfer:
         """Queue the copy of a prepared job, if there is page-locked memory that waits for it.
 
         Waits for no memory and copies no host leaves: ``run`` does what is not done here, and
-        answers for what fails here.
+        answers for what fails here. Never before an earlier output's: on one stream that would wait
+        for this one's forward too, and answer for its faults.
         """
-        if job.event is None or not job.packed.is_on_device:
+        if not job.packed.has_device_leaves:
             return
-        try:
-            destination = self.sink.take_free(job.packed.nbytes)
-            if destination is None:
-                return
+        is_next = self._left == self._caught_up
+        if is_next and job.packed.is_on_device and job.event is not None:
+            try:
+                self._queue_at_once(job, stream)
+            except Exception as error:  # noqa: BLE001 - boundary: one output's way to the host
+                # Until its turn comes it would keep what the caller's frames hold.
+                detach_frames(error)
+                job.error = error
+        if job.copy is None or not job.copy.is_queued:
+            job.is_left = True
+            self._left += 1
+
+    def _queue_at_once(self, job: OutputJob, stream: SideStream) -> None:
+        destination = self.sink.take_free(job.packed.nbytes)
+        if destination is not None:
             job.copy = Copy(destination=destination, started_at=time.monotonic())
             self._queue(job, job.copy, destination.buffer, stream)
-        except Exception as error:  # noqa: BLE001 - boundary: one output's way to the host
-            job.error = error
 
     # --- the thread that waits for copies -----------------------------------------------------
 
@@ -142,6 +155,12 @@ class OutputTransfer:
         else:
             job.future.set_result(result)
             job.finish()
+
+    def catch_up(self, job: OutputJob) -> None:
+        """Note that a copy that was left to this thread was queued, or won't be; idempotent."""
+        if job.is_left:
+            job.is_left = False
+            self._caught_up += 1
 
     def fail(self, job: OutputJob, error: BaseException) -> None:
         """Publish that a job failed, resolve its future with the reason, give its memory back."""
@@ -201,6 +220,7 @@ class OutputTransfer:
             place = self._staging.place_before(place)
         if not copy.is_queued:
             self._queue(job, copy, place, stream)
+            self.catch_up(job)
         if self._forwards is not None and stream is not None:
             # Asked by this event and not by the forward's: some hosts wait for a whole stream.
             self._sync.wait(copy.began)
