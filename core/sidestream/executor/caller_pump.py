@@ -12,13 +12,10 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from sidestream.executor.pump import ResultPump
-from sidestream.executor.result_channel import ResultChannel
-from sidestream.transport.channel import Frame
-from sidestream.transport.envelope import Delivery
 
 #: How often those who wait look by themselves: who reads may be held up by a signal handler.
 _LOOK_S: Final = 0.5
@@ -139,23 +136,9 @@ class ReadingTurn:
 class CallerPump(ResultPump):
     """A pump that is moved by those who wait, see :class:`ReadingTurn`."""
 
-    def __init__(
-        self,
-        turn: ReadingTurn,
-        channels: Iterable[ResultChannel],
-        on_message: Callable[[ResultChannel, Delivery], None],
-        *,
-        on_closed: Callable[[ResultChannel, Exception], None] | None = None,
-        on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
-        on_failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        super().__init__(
-            channels,
-            on_message,
-            on_closed=on_closed,
-            on_unsent=on_unsent,
-            on_failed=on_failed,
-        )
+    def __init__(self, turn: ReadingTurn, *arguments: Any, **handlers: Any) -> None:
+        """Make a pump as :class:`ResultPump` says, which has its turn in ``turn``."""
+        super().__init__(*arguments, **handlers)
         self._turn = turn
         self._is_started = False
         self._is_closed = False

@@ -8,6 +8,7 @@ runs no user's code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -253,23 +254,9 @@ class ResultPump(ABC):
 class ResultPumpThread(ResultPump):
     """A pump on a daemon thread of its own."""
 
-    def __init__(
-        self,
-        channels: Iterable[ResultChannel],
-        on_message: Callable[[ResultChannel, Delivery], None],
-        *,
-        on_closed: Callable[[ResultChannel, Exception], None] | None = None,
-        on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
-        on_failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        super().__init__(
-            channels,
-            on_message,
-            on_closed=on_closed,
-            on_unsent=on_unsent,
-            on_failed=on_failed,
-        )
-        self._thread = threading.Thread(target=self._run, name="sidestream-pump", daemon=True)
+    @functools.cached_property
+    def _thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="sidestream-pump", daemon=True)
 
     def start(self) -> ResultPumpThread:
         """Start the thread."""
