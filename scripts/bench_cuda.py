@@ -35,8 +35,9 @@ from sidestream.cli.figures import Figures
 #: roughly.
 LIBRARIES_S = 3.0
 REQUEST_S = 0.1
-#: Requests of a series, and how often each way runs in turn.
-REQUESTS, ROUNDS = 8, 6
+#: Requests of a series, and how often each way runs in turn. Short: a shared host is slow for
+#: seconds at a time.
+REQUESTS, ROUNDS = 4, 12
 SMALL_REQUESTS, SMALL_ROUNDS = 3, 1
 #: Pixels of the model with random weights.
 SIZES, SMALL_SIZES = (512, 1024), (64,)

@@ -46,7 +46,7 @@ class Plan:
 DEVICE: Final = Plan(
     throughput=grid((0.005, 0.02, 0.1, 0.5), ("512px", "1024px", "2048px", "4x1024px", "81x720p")),
     rounds=3,
-    seconds=0.5,
+    seconds=0.8,
     bubble=[
         Workload(forward_s=0.005),
         Workload(forward_s=0.02),

@@ -119,7 +119,7 @@ def _writer(workload: Workload) -> Iterator[tuple[Connection, queue.SimpleQueue[
         message, _ = delivery.open()
         viewed_at, cpu_s = time.monotonic(), time.thread_time() - stamped.entered_cpu_s
         tensor = message.output
-        last = int(tensor[(-1,) * tensor.ndim])
+        last = int(tensor.view(-1)[-1])
         seen = Seen(
             woke_at=stamped.entered_at,
             viewed_at=viewed_at,
