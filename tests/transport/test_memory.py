@@ -26,6 +26,24 @@ def test_an_allocation_is_mapped_twice_and_is_the_same_memory():
     assert theirs.array(MIB, 4).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("nbytes", [2 * MIB - 4096, 2 * MIB, 5 * MIB + 4096, 5 * MIB + 1])
+def test_memory_with_room_for_huge_pages_is_whole_and_the_same_on_both_sides(nbytes, pattern):
+    fd, ours = allocate(nbytes)
+    theirs = attach(fd, nbytes)
+    part = attach(fd, nbytes, part=slice(MIB, None))
+    pages_are_there = os.fstat(fd).st_blocks * 512 >= nbytes
+    os.close(fd)
+    if nbytes >= 2 * MIB:  # the kernel maps them as such at these addresses only
+        assert ours.address % (2 * MIB) == theirs.address % (2 * MIB) == 0
+    content = pattern(nbytes, 1)
+    ours.array(0, nbytes)[:] = content
+    assert pages_are_there
+    np.testing.assert_array_equal(theirs.array(0, nbytes), content)
+    np.testing.assert_array_equal(part.array(0, nbytes - MIB), content[MIB:])
+    assert len(theirs.view()) == nbytes
+    assert bytes(theirs.view()[-100:]) == content[-100:].tobytes()
+
+
 def test_a_mapping_needs_no_descriptor(holdings):
     before = holdings()
     mappings = []

@@ -29,7 +29,7 @@ _MIN_ARENA_BYTES: Final = 4 << 20
 #: arenas before it, so that there are few of them...
 _SLOTS_PER_ARENA: Final = 4
 #: ...but no more than this, or one output: who waits for that one pays for every page of the arena
-#: (0.4 to 1.4 ms/MB, and 0.05 to lock it).
+#: (0.2 ms/MB, without huge pages 0.4 to 1.4, and 0.05 to lock it).
 _LARGE_ARENA_BYTES: Final = 64 << 20
 
 
@@ -229,7 +229,7 @@ class SlotPool:
     def reserve(self, nbytes: int, count: int) -> None:
         """Make room for ``count`` outputs of ``nbytes`` now, as far as the budget allows.
 
-        The first output of a size otherwise pays for its arena: 0.4 ms/MB of page faults, and
+        The first output of a size otherwise pays for its arena: 0.2 ms/MB and more, and
         page-locking.
 
         Raises:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -37,7 +38,14 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED: Final = 0x10  # linux/mman.h; the mmap module has no name for it
 _MADV_REMOVE: Final = 9  # linux/mman.h
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h, Linux 5.14
+_MADV_COLLAPSE: Final = 25  # linux/mman.h, Linux 6.1
 _MFD_NOEXEC_SEAL: Final = 0x8  # linux/memfd.h, Linux 6.3; required where vm.memfd_noexec is 2
+
+#: A huge page of most machines; elsewhere nothing is won and nothing lost.
+_HUGE_PAGE_BYTES: Final = 2 << 20
+#: CPU time that one may take on average: 0.3 ms, and as many small pages 1 to 2, but some take 10
+#: where memory is in pieces and the kernel has to move others' pages first.
+_HUGE_PAGE_S: Final = 0.001
 
 
 # In this order: pickle makes an error by the __new__ that is found first, and Python lets that be
@@ -72,8 +80,13 @@ class Mapping:
         # mmap.mmap(fd) keeps a duplicate of the descriptor before 3.13, and 1,000 held outputs must
         # not need 1,000 descriptors: an anonymous map reserves the address range and owns it, the
         # memfd is put over it.
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        is_aligned = nbytes >= _HUGE_PAGE_BYTES and not start
+        reserved = nbytes + _HUGE_PAGE_BYTES if is_aligned else nbytes
+        memory = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._skipped: Final = -address % _HUGE_PAGE_BYTES if is_aligned else 0
+        #: A multiple of a huge page's size where one fits, so that the kernel can map it as one.
+        self.address: Final = address + self._skipped
         self.nbytes: Final = nbytes
         sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
         placed = _LIBC.mmap(
@@ -85,11 +98,13 @@ class Mapping:
 
     def array(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """View a range as uint8; a new object each time, which every view of it keeps alive."""
-        return np.frombuffer(self._memory, dtype=np.uint8, count=nbytes, offset=offset)
+        return np.frombuffer(
+            self._memory, dtype=np.uint8, count=nbytes, offset=self._skipped + offset
+        )
 
     def view(self) -> memoryview:
         """View everything."""
-        return memoryview(self._memory)
+        return memoryview(self._memory)[self._skipped : self._skipped + self.nbytes]
 
     def free_pages(self) -> None:
         """Give the memory back now, whoever else has it mapped; it reads as zeros from then on."""
@@ -202,6 +217,7 @@ def _memfd() -> int:
 
 def _populate(fd: int, mapping: Mapping) -> None:
     """Make every page exist now: too little memory is an error here and a SIGBUS later."""
+    _make_huge_pages(mapping)
     # ctypes and not mmap.madvise, which holds the GIL for as long as the pages take.
     if _LIBC.madvise(mapping.address, mapping.nbytes, _MADV_POPULATE_WRITE) == 0:
         return
@@ -209,3 +225,21 @@ def _populate(fd: int, mapping: Mapping) -> None:
     if code != errno.EINVAL:
         raise OSError(code, os.strerror(code))
     os.posix_fallocate(fd, 0, mapping.nbytes)  # Linux before 5.14
+
+
+def _make_huge_pages(mapping: Mapping) -> None:
+    """Let as much as the kernel is willing to consist of huge pages; the rest has no pages yet.
+
+    They are made in a tenth of the time, and both sides copy and read faster for want of page
+    faults and of misses of the address translation. This needs no setting of the machine.
+    """
+    end = mapping.address + mapping.nbytes
+    until_s = time.thread_time() + mapping.nbytes / _HUGE_PAGE_BYTES * _HUGE_PAGE_S
+    for start in range(mapping.address, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+        # The kernel makes one of small pages only, and a single one will do.
+        if _LIBC.madvise(start, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0:
+            return
+        if _LIBC.madvise(start, _HUGE_PAGE_BYTES, _MADV_COLLAPSE) != 0:
+            return
+        if time.thread_time() > until_s:
+            return
