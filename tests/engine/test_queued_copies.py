@@ -251,6 +251,30 @@ def test_an_output_whose_hand_over_is_interrupted_comes_all_the_same():
         assert sink.stats.slots_in_use == 2
 
 
+def test_nobody_waits_longer_than_told_while_a_hand_over_waits_for_its_device(until):
+    stream = sim.default_stream(0)
+    with output_thread(slots=3) as (thread, _, arrived):
+        stream.hold()
+        try:
+            sim.faults(0).fail_next_waits = 1  # the device is synchronized in place of it
+            submit = threading.Thread(
+                target=thread.submit, args=("late", tensor(7)), kwargs={"private": True}
+            )
+            submit.start()
+            until(lambda: not sim.faults(0).fail_next_waits)
+            answers = []
+            ends = threading.Thread(
+                target=lambda: answers.extend((thread.drain(0.01), thread.close(0.01)))
+            )
+            ends.start()
+            ends.join(LIMIT_S)
+            assert answers == [False, False]
+        finally:
+            stream.release()
+            submit.join(LIMIT_S)
+        assert (take(arrived) == 7).all()
+
+
 @pytest.mark.parametrize("attempt", range(5))
 def test_a_planted_missing_wait_reads_poison_on_this_way_too(attempt):
     stream = sim.default_stream(0)

@@ -148,27 +148,41 @@ class AsyncOutputThread:
         if self._thread.ident is None:
             return self._jobs.empty()
         passed = threading.Event()
-        with self._lock:
-            if not self._is_closed:
-                self._jobs.put(passed)
+        deadline = _deadline(timeout_s)
+        if not self._put_mark(passed, timeout_s):
+            return False
         if self._is_closed:
-            return self.close(timeout_s)
-        return passed.wait(timeout_s)
+            return self.close(_left_s(deadline))
+        return passed.wait(_left_s(deadline))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Bring out what was submitted, then end; False if it is not done by then. Idempotent.
 
         What was submitted to a thread that was never started fails.
         """
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._jobs.put(None)
+        deadline = _deadline(timeout_s)
+        if not self._put_mark(None, timeout_s):
+            return False
         if self._thread.ident is None:
             self._refuse_queued(EngineClosedError("The output thread was closed before it ran."))
             return True
-        self._thread.join(timeout_s)
+        self._thread.join(_left_s(deadline))
         return not self._thread.is_alive()
+
+    def _put_mark(self, mark: threading.Event | None, timeout_s: float | None) -> bool:
+        """Put a mark behind the jobs, None: the end; nothing if it is closed. False: time ran out.
+
+        Whoever hands an output over meanwhile may have to wait for its device.
+        """
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            return False
+        try:
+            if not self._is_closed:
+                self._is_closed = mark is None
+                self._jobs.put(mark)
+        finally:
+            self._lock.release()
+        return True
 
     def _refuse_queued(self, error: BaseException) -> None:
         with self._lock:
@@ -215,3 +229,11 @@ class AsyncOutputThread:
             logger.exception("What follows output %r raised.", job.label.output_id)
         finally:
             self.transfer.catch_up(job)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
