@@ -39,11 +39,26 @@ class Slot:
     States: held (the writer's), announced (the reader's), returned.
     """
 
-    __slots__ = ("_block", "_room", "buffer", "nbytes", "offset", "token")
+    __slots__ = (
+        "_block",
+        "_room",
+        "arena_id",
+        "arena_nbytes",
+        "buffer",
+        "is_one_shot",
+        "nbytes",
+        "offset",
+        "token",
+    )
 
     def __init__(self, block: Block, offset: int, nbytes: int, room: int, token: int) -> None:
         self._block: Final = block
         self._room: Final = room
+        #: Id and size of the memfd that it lies in.
+        self.arena_id: Final = block.id
+        self.arena_nbytes: Final = block.nbytes
+        #: Whether the memfd is this slot's alone and dies with the reader's last view.
+        self.is_one_shot: Final = not isinstance(block, Arena)
         self.offset: Final = offset
         self.nbytes: Final = nbytes
         #: Never used twice, so a late or repeated return can't free somebody else's slot.
@@ -52,24 +67,9 @@ class Slot:
         self.buffer: Final = block.view(offset, nbytes)
 
     @property
-    def arena_id(self) -> int:
-        """Give the id of the memfd that it lies in."""
-        return self._block.id
-
-    @property
-    def arena_nbytes(self) -> int:
-        """Give the size of that memfd."""
-        return self._block.nbytes
-
-    @property
     def is_page_locked(self) -> bool:
         """Tell whether a device can copy into it while the host goes on."""
         return self._block.is_locked
-
-    @property
-    def is_one_shot(self) -> bool:
-        """Tell whether the memfd is this slot's alone and dies with the reader's last view."""
-        return not isinstance(self._block, Arena)
 
     @property
     def fd(self) -> int | None:
@@ -189,7 +189,8 @@ class SlotPool:
         block = slot._block
         if isinstance(block, Arena):
             block.give_back(slot.offset, slot._room)
-            self._drop_if_spent(block)
+            if block.is_spent:
+                self._drop(block)
         else:
             block.close()
         return True
@@ -206,7 +207,8 @@ class SlotPool:
         block = slot._block
         if isinstance(block, Arena):
             block.retire(slot._room)
-            self._drop_if_spent(block)
+            if block.is_spent:
+                self._drop(block)
         else:
             block.close()
         return True
@@ -321,10 +323,6 @@ class SlotPool:
         self._arenas[arena.id] = arena
         self._made += 1
         return arena
-
-    def _drop_if_spent(self, arena: Arena) -> None:
-        if arena.is_spent:
-            self._drop(arena)
 
     def _drop(self, arena: Arena) -> None:
         del self._arenas[arena.id]

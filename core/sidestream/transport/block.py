@@ -80,7 +80,7 @@ class Arena(Block):
     @property
     def is_spent(self) -> bool:
         """Tell whether it is more useful as free memory."""
-        return self.is_idle and 2 * self._retired_bytes >= self.nbytes
+        return not self._in_use and 2 * self._retired_bytes >= self.nbytes
 
     def take(self, index: int, room: int) -> int:
         """Take ``room`` from a free range that has it; gives the offset."""
