@@ -46,7 +46,8 @@ class AsyncOutputThread:
     States: new, running (after ``start``), closed. ``submit`` is for one thread at a time: the one
     that queues the forwards. On a platform without streams the copies still leave the caller's
     thread, in order, but there is nothing to overlap on a device. ``given_up(label)`` is asked
-    before each copy, on this thread; an error that it gives is the output's, in place of the copy.
+    when an output's turn comes, on this thread; an error that it gives is the output's, in place of
+    its copy, which may be queued by then.
     """
 
     def __init__(
