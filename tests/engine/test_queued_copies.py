@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -249,6 +250,32 @@ def test_an_output_whose_hand_over_is_interrupted_comes_all_the_same():
         thread.submit("next", tensor(8), private=True)
         assert (take(arrived) == 8).all()
         assert sink.stats.slots_in_use == 2
+
+
+@contextmanager
+def interrupted_behind_call(module):
+    """Have Ctrl-C come right behind the first call of C in a module: there Python looks for it."""
+
+    def look(frame, event, _):
+        if event == "c_return" and frame.f_globals["__name__"] == module:
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_ctrl_c_while_a_slot_is_taken_keeps_nobody_from_the_slots():
+    with output_thread(slots=4) as (thread, _, arrived):
+        first = tensor(1)
+        with pytest.raises(KeyboardInterrupt), interrupted_behind_call(SlotSink.__module__):
+            thread.submit("first", first, private=True)
+        output = thread.submit("last", tensor(9), private=True)
+        output.result(LIMIT_S)
+        while not (take(arrived) == 9).all():
+            pass
 
 
 def test_nobody_waits_longer_than_told_while_a_hand_over_waits_for_its_device(until):

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import DeviceLostError, EngineClosedError
 from sidestream.platforms.device import DeviceEvent, SideStream
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+#: How often it is looked whether an output is still being handed over: most take less.
+_LOOK_S: Final = 0.001
 
 
 class AsyncOutputThread:
@@ -150,7 +153,7 @@ class AsyncOutputThread:
             return self._jobs.empty()
         passed = threading.Event()
         deadline = _deadline(timeout_s)
-        if not self._put_mark(passed, timeout_s):
+        if not self._put_mark(passed, deadline):
             return False
         if self._is_closed:
             return self.close(_left_s(deadline))
@@ -162,7 +165,7 @@ class AsyncOutputThread:
         What was submitted to a thread that was never started fails.
         """
         deadline = _deadline(timeout_s)
-        if not self._put_mark(None, timeout_s):
+        if not self._put_mark(None, deadline):
             return False
         if self._thread.ident is None:
             self._refuse_queued(EngineClosedError("The output thread was closed before it ran."))
@@ -170,19 +173,20 @@ class AsyncOutputThread:
         self._thread.join(_left_s(deadline))
         return not self._thread.is_alive()
 
-    def _put_mark(self, mark: threading.Event | None, timeout_s: float | None) -> bool:
+    def _put_mark(self, mark: threading.Event | None, deadline: float | None) -> bool:
         """Put a mark behind the jobs, None: the end; nothing if it is closed. False: time ran out.
 
         Whoever hands an output over meanwhile may have to wait for its device.
         """
-        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            return False
-        try:
+        # Looked at, not acquired for a time: Ctrl-C right behind that would leave it locked.
+        while deadline is not None and self._lock.locked():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        with self._lock:
             if not self._is_closed:
                 self._is_closed = mark is None
                 self._jobs.put(mark)
-        finally:
-            self._lock.release()
         return True
 
     def _refuse_queued(self, error: BaseException) -> None:

@@ -245,15 +245,14 @@ class SlotSink:
 
     def take_free(self, nbytes: int) -> Slot | None:
         """Take a slot of an arena that is there and page-locked."""
-        # Not waited for: whoever has it may be making an arena, which takes long.
-        if not self._lock.acquire(blocking=False):
+        # Not waited for: whoever has it may be making an arena, which takes long. Nor tried: Ctrl-C
+        # right behind that would leave it locked.
+        if self._lock.locked():
             return None
-        try:
+        with self._lock:
             self._take_in(nbytes)
             self._tell_of_dropped()
             return self._pool.take_free(nbytes)
-        finally:
-            self._lock.release()
 
     def _take_in(self, nbytes: int) -> None:
         """Take in slots that came back: one message of them, and more if there is no room yet."""
