@@ -95,11 +95,14 @@ class Steps(Gradient):
         """Tell whether the output thread waits for a copy, on a side stream that the test holds."""
         from sidestream.testing import sim
 
-        (thread,) = (one for one in threading.enumerate() if one.name == "sidestream-output")
-        frame = sys._current_frames().get(thread.ident)
-        while frame is not None and frame.f_code is not sim.SimEvent.wait.__code__:
-            frame = frame.f_back
-        return frame is not None
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident) if thread.name == "sidestream-output" else None
+            while frame is not None:
+                if frame.f_code is sim.SimEvent.wait.__code__:
+                    return True
+                frame = frame.f_back
+        return False
 
     def free_bytes(self):
         from sidestream.testing import sim
