@@ -48,14 +48,13 @@ class TorchEvent:
         self.native: Final = event
         self._stream: Final = stream
         self._host_wait: Final = host_wait
-        # It is recorded once, so once reached it stays so, and no driver need be asked again.
+        # Once reached it stays so. Set by a wait alone: torch_npu calls an event reached that its
+        # queue has not recorded yet.
         self._is_reached = False
 
     def query(self) -> bool:
         """Tell whether the device passed this point."""
-        if not self._is_reached:
-            self._is_reached = bool(self.native.query())
-        return self._is_reached
+        return self._is_reached or bool(self.native.query())
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block the host until the device passed this point; False if the time ran out first.
@@ -63,6 +62,10 @@ class TorchEvent:
         Without a timeout False means that the device did not get here, though it says that it is
         done, or took longer than ``POLL_LIMIT_S``.
         """
+        self._is_reached = self._is_reached or self._wait(timeout_s)
+        return self._is_reached
+
+    def _wait(self, timeout_s: float | None) -> bool:
         if timeout_s is not None:
             return self._poll(timeout_s)
         if self._host_wait == "poll":
@@ -71,7 +74,6 @@ class TorchEvent:
             self._stream.synchronize()
             return self.query()
         self.native.synchronize()
-        self._is_reached = True
         return True
 
     def _poll(self, timeout_s: float) -> bool:

@@ -63,9 +63,7 @@ class DeviceSync:
         if event is None:
             return
         try:
-            # Asked first: a wait lets go of the GIL, and has to take it back from a thread that
-            # launches kernels.
-            if event.query() or event.wait():
+            if event.wait():
                 return
             raise PlatformError(
                 "wait() without a time-out came back before the event", platform=self._platform.name
