@@ -233,7 +233,7 @@ def run_section(section: Section, arguments: Any, record: Record) -> None:
                         if series == "relay":
                             judge(what, figures, way, tiny, record)
                 if section.mode == "prepare":
-                    judge_prepare(f"{name} round {repeat}", record, tiny)
+                    judge_prepare(name, repeat, record, tiny)
 
 
 def judge(what: str, figures: dict[str, Any], way: str, tiny: bool, record: Record) -> None:
@@ -249,9 +249,13 @@ def judge(what: str, figures: dict[str, Any], way: str, tiny: bool, record: Reco
         )
 
 
-def judge_prepare(what: str, record: Record, tiny: bool) -> None:
+def judge_prepare(size: str, repeat: int, record: Record, tiny: bool) -> None:
     """Check that requests were prepared in front of others' steps, and which way idles longer."""
-    figures = {row["way"]: row for row in record.rows if row["mode"] == "prepare"}
+    place = {"size": size, "round": repeat, "mode": "prepare"}
+    figures = {row["way"]: row for row in record.rows if place.items() <= row.items()}
+    if len(figures) < len(WAYS["prepare"]):
+        return  # it says already what was not run
+    what = f"{size} round {repeat}"
     waits = [figures.get(way, {}).get(PREPARED_US) for way in WAYS["prepare"]]
     between_us, beside_us = waits
     is_measured = between_us is not None and beside_us is not None
