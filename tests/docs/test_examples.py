@@ -67,6 +67,7 @@ def test_a_fragment_is_python_and_its_public_names_exist(block):
     assert [name for name in names if not hasattr(sidestream, name)] == []
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_draws_what_it_says_in_twelve_lines(tmp_path):
     assert len(BLOCKS[README][0].splitlines()) <= 12
     assert run_page(README, tmp_path) == 1
