@@ -258,6 +258,39 @@ def test_a_copy_whose_event_is_incomplete_on_an_idle_device_is_no_output(plugins
     sim.reset()
 
 
+def test_an_event_that_calls_itself_reached_too_early_is_waited_for_all_the_same(plugins):
+    """torch_npu says so of an event that its queue has not recorded yet."""
+    plugins.add_relay(
+        "relay",
+        also="""
+        class Early(sim.SimEvent):
+            __slots__ = ()
+
+            def query(self):
+                return True
+
+        @hookimpl
+        def record_device_event(device, timing):
+            event = sim.record_device_event(device, timing)
+            event.__class__ = Early
+            return event
+        """,
+    )
+    platform = load_platform("relay")
+    device = platform.device()
+    platform.set_device(device)
+    stream = sim.default_stream(0)
+    with AsyncOutputThread(platform, HostSink(platform, device), device=device) as thread:
+        stream.hold()
+        try:
+            output = thread.submit("x", torch.ones(8, device=device) * 3, private=True)
+            with pytest.raises(TimeoutError):
+                output.result(0.2)
+        finally:
+            stream.release()
+        assert (output.result(30) == 3).all()
+
+
 # --- memory that can't be page-locked -------------------------------------------------------------
 
 
