@@ -33,8 +33,8 @@ from sidestream.cli.figures import Figures
 
 #: What a model's engine takes to start beside a synthetic one's, and a request of these models,
 #: roughly.
-LIBRARIES_S = 3.0
-REQUEST_S = 0.1
+LIBRARIES_S = 8.0
+REQUEST_S = 0.25
 #: Requests of a series, and how often each way runs in turn. Short: a shared host is slow for
 #: seconds at a time.
 REQUESTS, ROUNDS = 4, 12
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=480.0, help="for the whole call")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for the whole call")
     parser.add_argument("--sections", help="by name, with commas; default: all")
     arguments = parser.parse_args()
     out: Path = arguments.out
