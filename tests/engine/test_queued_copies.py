@@ -89,6 +89,14 @@ def test_a_copy_runs_though_the_output_thread_is_busy_with_another(until):
         assert (take(arrived) == 7).all()
 
 
+def test_a_stream_that_may_make_the_host_wait_is_left_to_the_output_thread():
+    with output_thread("faults_platforms:hesitates", slots=3) as (thread, _, arrived):
+        with busy(thread):
+            thread.submit("next", tensor(7), private=True)
+            assert len(sim.copies()) == 1
+        assert [float(take(arrived)[0, 0]) for _ in range(2)] == [0, 7]
+
+
 def test_without_a_free_slot_nothing_is_made_for_the_caller():
     with output_thread(slots=1) as (thread, sink, arrived):
         with busy(thread):
@@ -241,7 +249,7 @@ def test_an_output_does_not_suffer_from_what_its_callback_raises(is_wanted, capl
 
 def test_an_output_whose_hand_over_is_interrupted_comes_all_the_same():
     done = threading.Event()
-    with output_thread("interrupting_platform", slots=3) as (thread, sink, arrived):
+    with output_thread("faults_platforms:interrupts", slots=3) as (thread, sink, arrived):
         with pytest.raises(KeyboardInterrupt):
             thread.submit("one", tensor(7), private=True, on_done=done.set)
         held = take(arrived)

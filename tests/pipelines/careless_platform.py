@@ -10,6 +10,8 @@ from sidestream.testing import sim
 
 
 class CarelessStream:
+    queues_freely = True
+
     def __init__(self, stream):
         self._stream = stream
 

@@ -70,6 +70,8 @@ class Relay:
 class RelayStream:
     """A side stream that passes everything on."""
 
+    queues_freely = True
+
     def __init__(self, stream):
         self.stream = stream
 
@@ -295,6 +297,40 @@ class Stalls(Relay):
         return stream.record(event) if is_inside else event
 
 
+class InterruptedStream(RelayStream):
+    """Ctrl-C in the middle of its first wait."""
+
+    is_interrupted = False
+
+    def wait_event(self, event):
+        super().wait_event(event)
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+
+
+class Interrupts(Relay):
+    name = "sim"
+
+    @hookimpl
+    def side_stream(self, device, priority):
+        return InterruptedStream(sim.side_stream(device, priority))
+
+
+class HesitantStream(RelayStream):
+    """May make the host wait, as far as anybody knows."""
+
+    queues_freely = False
+
+
+class Hesitates(Relay):
+    name = "sim"
+
+    @hookimpl
+    def side_stream(self, device, priority):
+        return HesitantStream(sim.side_stream(device, priority))
+
+
 gives_foreign_events = GivesForeignEvents()
 accepts_foreign_events = AcceptsForeignEvents()
 skips_waits = SkipsWaits()
@@ -302,3 +338,5 @@ no_streams = NoStreams()
 unsure = Unsure()
 joinable = Joinable()
 stalls = Stalls()
+interrupts = Interrupts()
+hesitates = Hesitates()

@@ -259,7 +259,6 @@ def test_a_copy_whose_event_is_incomplete_on_an_idle_device_is_no_output(plugins
 
 
 def test_an_event_that_calls_itself_reached_too_early_is_waited_for_all_the_same(plugins):
-    """torch_npu says so of an event that its queue has not recorded yet."""
     plugins.add_relay(
         "relay",
         also="""

@@ -65,6 +65,11 @@ class SideStream(Protocol):
     """A queue of device work beside the one that forwards run on.
 
     ``with stream:`` makes it the calling thread's current stream.
+
+    One whose attribute ``queues_freely`` is True may be given work ahead of time, by the thread
+    that queues the forwards: neither a call of it nor recording an event on it makes the host
+    wait, and a wait for an event of it waits for nothing behind that event. Of others only the
+    output thread makes use, for one output after the other.
     """
 
     def wait_event(self, event: DeviceEvent) -> None:

@@ -101,6 +101,7 @@ class TorchDevice:
             enter=lambda stream: self.load().stream(stream),
             record=self.recorded,
             current=lambda device: self.load().current_stream(device),
+            queues_freely=self.host_wait == "event" and not self.waits_before_record(),
         )
 
     @hookimpl

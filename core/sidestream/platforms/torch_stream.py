@@ -48,8 +48,7 @@ class TorchEvent:
         self.native: Final = event
         self._stream: Final = stream
         self._host_wait: Final = host_wait
-        # Once reached it stays so. Set by a wait alone: torch_npu calls an event reached that its
-        # queue has not recorded yet.
+        # Once reached it stays so. Set by a wait alone: a question is no proof with all vendors.
         self._is_reached = False
 
     def query(self) -> bool:
@@ -119,6 +118,7 @@ class TorchStream:
         enter: Callable[[Any], AbstractContextManager[Any]],
         record: Callable[[torch.device, Any, bool], TorchEvent],
         current: Callable[[torch.device], Any],
+        queues_freely: bool = False,
     ) -> None:
         self._platform: Final = platform
         self._device: Final = device
@@ -128,6 +128,8 @@ class TorchStream:
         self._entered: Final = _EnteredContexts()
         #: The vendor's stream.
         self.native: Final = stream
+        #: See ``SideStream``.
+        self.queues_freely: Final = queues_freely
 
     def wait_event(self, event: DeviceEvent) -> None:
         """Make later work on this stream wait for ``event``.

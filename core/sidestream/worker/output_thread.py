@@ -74,8 +74,10 @@ class AsyncOutputThread:
             forwards=forwards,
         )
         self._priority = priority
-        # Made by the thread before start() returns; both threads queue copies on it.
+        # Made by the thread before start() returns.
         self._stream: SideStream | None = None
+        # Whether the caller's thread may, too: see ``SideStream``.
+        self._queues_freely = False
         # SimpleQueue is a C queue: a put wakes the thread without a Python-level lock.
         self._jobs: queue.SimpleQueue[OutputJob | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sidestream-output", daemon=True)
@@ -137,7 +139,7 @@ class AsyncOutputThread:
             if self._is_closed:
                 raise EngineClosedError("The output thread is closed and takes no more outputs.")
             try:
-                if self._stream is not None:
+                if self._stream is not None and self._queues_freely:
                     self.transfer.queue_copy(job, self._stream)
             finally:
                 # Whatever comes, such as Ctrl-C: somebody may wait for it, and it has a place.
@@ -211,6 +213,7 @@ class AsyncOutputThread:
             platform.set_device(self.device)
             stream = platform.side_stream(self.device, self._priority)
             self.transfer.start_clock(stream)
+            self._queues_freely = getattr(stream, "queues_freely", False)
             self._stream = stream
         except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
             self._refuse_queued(error)

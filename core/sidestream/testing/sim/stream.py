@@ -29,6 +29,9 @@ class SimStream:
     finishes what is queued and ends the thread; a held stream is kept until it is released.
     """
 
+    #: See ``SideStream``.
+    queues_freely: Final = True
+
     def __init__(self, device: SimDevice, name: str, priority: int = 0) -> None:
         #: The device that the stream belongs to.
         self.device: Final = device
