@@ -17,7 +17,8 @@ def are_plain(*networks: nn.Module | None) -> bool:
 
     Not where hooks move or cast weights (offload, layerwise casting), where a library quantized
     them, whose kernels may have a stream and a workspace of their own, or where they are compiled,
-    whose graphs may write each result to one place. Looks at every module: under a millisecond.
+    whose graphs may write each result to one place. Looks at every module, for some microseconds
+    each.
     """
     return all(network is None or _is_plain(network) for network in networks)
 
