@@ -362,6 +362,24 @@ def test_recording_waits_for_what_is_queued_where_the_plugin_says_so(vendor, wai
     assert made[0].query()
 
 
+@pytest.mark.parametrize(
+    ("host_wait", "waits", "freely"),
+    [
+        ("event", False, True),
+        ("event", True, False),
+        ("stream", False, False),
+        ("poll", False, False),
+    ],
+)
+def test_a_stream_takes_work_ahead_of_time_where_nothing_makes_the_host_wait(
+    vendor, host_wait, waits, freely
+):
+    device = TorchDevice(
+        platform="meta", load=lambda: vendor, host_wait=host_wait, waits_before_record=lambda: waits
+    )
+    assert device.side_stream(DEVICE, 0).queues_freely is freely
+
+
 def test_a_recording_whose_wait_fails_is_an_error(vendor, monkeypatch):
     monkeypatch.setattr(torch_stream, "POLL_LIMIT_S", 0.05)
     device = TorchDevice(
