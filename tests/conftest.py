@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,18 @@ def pytest_xdist_make_scheduler(config, log):
             return TOGETHER.get(file, file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def is_running() -> Callable[[int], bool]:
+    """Say whether a process is there and has not ended."""
+    return _is_running
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        # The name, in parentheses, may hold anything. A zombie has ended, and is collected by
+        # whoever started or adopted it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # no such file, or no such process any more when it is read
+        return False

@@ -113,7 +113,7 @@ def test_every_cause_is_documented():
 # --- child processes --------------------------------------------------------------------------
 
 
-def test_a_child_that_hangs_ends_in_time_and_takes_its_own_children_along(plugins):
+def test_a_child_that_hangs_ends_in_time_and_takes_its_own_children_along(plugins, is_running):
     marker = plugins.path / "grandchild"
     module = plugins.add(
         "forks",
@@ -129,7 +129,7 @@ def test_a_child_that_hangs_ends_in_time_and_takes_its_own_children_along(plugin
     until(lambda: not is_running(int(marker.read_text())))
 
 
-def test_an_interrupt_ends_the_examination_and_its_children(torchless):
+def test_an_interrupt_ends_the_examination_and_its_children(torchless, is_running):
     marker = torchless.path / "child"
     torchless.add(
         "hangs",
@@ -155,14 +155,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # whoever adopted it has not reaped it yet
 
 
 def test_what_a_child_prints_is_no_part_of_its_answer(plugins):

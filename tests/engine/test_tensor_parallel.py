@@ -47,16 +47,8 @@ def pids(engine):
     return [rank.pid for group in engine.health().groups for rank in group.ranks]
 
 
-def is_running(pid):
-    try:
-        # A zombie has ended, and is collected by whoever started it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture(scope="module")
-def group(_pipelines_on_path):
+def group(_pipelines_on_path, is_running):
     """A group of two, for all tests here; restarted by some. None of it outlives the engine."""
     engine = start(max_restarts=1000)
     yield engine
@@ -182,7 +174,7 @@ class TestFailures:
         ["raise 1", *(pytest.param(p, marks=pytest.mark.soak) for p in ("raise 0", "late 1"))],
     )
     def test_what_one_rank_raises_fails_the_request_and_the_group_starts_again(
-        self, prompt, engine, until
+        self, prompt, engine, until, is_running
     ):
         before = pids(engine)
         handle = engine.submit(request(prompt))
@@ -192,7 +184,9 @@ class TestFailures:
         until(lambda: engine.health().ok and not set(pids(engine)) & set(before), timeout_s=60)
         assert float(engine.generate("a", seed=1)[0].output[0, 0, 0]) == 4
 
-    def test_a_request_runs_again_after_a_rank_was_killed_in_it(self, engine, gate, until):
+    def test_a_request_runs_again_after_a_rank_was_killed_in_it(
+        self, engine, gate, until, is_running
+    ):
         before = pids(engine)
         handle = engine.submit(request(f"{gate.prompt} of 1"))
         assert gate.reached() == "forward"
@@ -289,7 +283,7 @@ class TestManyRanks:
             assert pids(engine)[:2] == before[:2]
             assert float(engine.generate("a", seed=1)[0].output[0, 0, 0]) == 4
 
-    def test_four_ranks_are_gone_with_their_main_process(self, until):
+    def test_four_ranks_are_gone_with_their_main_process(self, until, is_running):
         script = (
             "import sys, time, sidestream\n"
             f"sys.path.insert(0, {str(Path(__file__).parents[1] / 'pipelines')!r})\n"

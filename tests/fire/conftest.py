@@ -129,7 +129,7 @@ class Script:
             name
             for pid in self.family()
             for link in Path(f"/proc/{pid}/fd").glob("*")
-            if (name := os.readlink(link)).startswith(prefix)
+            if (name := _target(link)).startswith(prefix)
         ]
         return {*maps, *links}
 
@@ -160,6 +160,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""  # gone, or a zombie
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""  # closed meanwhile, or its process is gone
 
 
 @pytest.fixture
