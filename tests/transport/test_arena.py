@@ -355,10 +355,15 @@ def test_reserving_makes_the_room_that_later_outputs_take(make_pool):
     assert not any(slot.is_one_shot for slot in slots)
 
 
-def test_reserving_stops_at_the_budget(make_pool):
+def test_reserving_makes_room_for_as_many_outputs_as_the_budget_holds_and_for_no_part_of_one(
+    make_pool,
+):
     pool = make_pool(8 * MIB)
     pool.reserve(3 * MIB, 100)
-    assert pool.stats.arena_bytes == 8 * MIB
+    assert pool.stats.arena_bytes == 6 * MIB
+    assert not pool.acquire(2 * MIB).is_one_shot
+    pool.reserve(4 * MIB, 1)
+    assert pool.stats.arena_bytes == 6 * MIB
 
 
 class Pins:

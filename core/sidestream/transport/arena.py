@@ -241,10 +241,10 @@ class SlotPool:
         there = sum(
             size // room for arena in self._arenas.values() for _, size in arena.free_ranges
         )
-        missing = _round_up((count - there) * room, mmap.PAGESIZE)
-        size = min(missing, self._budget_left())
-        if size >= room:
-            self._add_arena(size)
+        # Whole outputs only: what is left of the budget is better kept for another size.
+        missing = min(count - there, self._budget_left() // room)
+        if missing > 0:
+            self._add_arena(_round_up(missing * room, mmap.PAGESIZE))
 
     def close(self) -> None:
         """Unlock and let go of everything; the reader's mappings stay valid. Idempotent."""
