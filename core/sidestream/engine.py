@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,16 +23,10 @@ from sidestream.request import AbortResult, DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
-    from sidestream.executor.base import Executor
-    from sidestream.executor.callbacks import CallbackThread
-    from sidestream.executor.caller_pump import ReadingTurn
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.health import Health
-    from sidestream.executor.inflight import Flight, InflightTable
-    from sidestream.models.registry import PipelineSource
+    from sidestream.executor.inflight import Flight
     from sidestream.output import DiffusionOutput, RequestEvent
-    from sidestream.platforms.platform import Platform
-    from sidestream.worker.worker import WorkerSettings
 
 _MAX_SEED: Final = (1 << 63) - 1
 #: How long a running forward may take to finish when the process wants to end.
@@ -67,13 +61,14 @@ class DiffusionEngine:
         from sidestream.platforms.platform import load_platform
 
         self.platform = load_platform(config.platform)
+        from sidestream.executor.factory import make_groups
         from sidestream.loop import EngineLoop
         from sidestream.models.registry import find_source
         from sidestream.step_loop import StepLoop
 
         self.config = config
         self._source = find_source(config.model, config.pipeline)
-        self.executor: WorkerGroups = self._make_groups()
+        self.executor: WorkerGroups = make_groups(config, self.platform, self._source)
         make_loop = StepLoop if config.step_execution else EngineLoop
         self._loop: EngineLoop = make_loop(config, self.executor)
         try:
@@ -89,26 +84,6 @@ class DiffusionEngine:
     def from_pretrained(cls, model: str | Path, **config: Any) -> DiffusionEngine:
         """Make an engine for a checkpoint: a folder, a hub id, or a built-in name."""
         return cls(EngineConfig(model=model, **config))
-
-    def _make_groups(self) -> WorkerGroups:
-        from sidestream.executor.caller_pump import ReadingTurn
-        from sidestream.executor.groups import WorkerGroups
-
-        config = self.config
-        # An in-process worker that is lost takes its device along for the whole process.
-        max_restarts = 0 if config.executor == "uniproc" else config.max_restarts
-        # Not a method of this object: an engine that nobody holds has to be found out.
-        turn = None
-        if config.executor == "multiproc" and not config.starts_pump:
-            turn = ReadingTurn()
-        make = functools.partial(_make_executor, config, self.platform, self._source, turn)
-        return WorkerGroups(
-            make,
-            config.group_count,
-            max_restarts=max_restarts,
-            is_stepwise=config.step_execution,
-            turn=turn,
-        )
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -390,89 +365,6 @@ class DiffusionEngine:
         # forgotten would keep its worker until exit. Nothing that blocks: this may run in any lock.
         if hasattr(self, "_loop") and not self.executor.is_in_child:
             self._loop.end_later(EngineClosedError("The engine was dropped without close()."))
-
-
-def _make_executor(
-    config: EngineConfig,
-    platform: Platform,
-    source: PipelineSource,
-    turn: ReadingTurn | None,
-    index: int,
-    table: InflightTable,
-    callbacks: CallbackThread,
-) -> Executor:
-    from sidestream.executor.multiproc import MultiprocExecutor
-    from sidestream.executor.tensor_parallel import TensorParallelExecutor
-    from sidestream.executor.uniproc import UniprocExecutor
-    from sidestream.worker.worker import WorkerSettings
-
-    size = config.tensor_parallel_size
-    settings = WorkerSettings(
-        platform=platform.name,
-        plugin=platform.reference,
-        device_index=config.devices[index * size],
-        pipeline=source.reference,
-        model=source.model,
-        options=config.pipeline_options,
-        dtype=config.dtype,
-        rank=index * size,
-        tensor_parallel_size=size,
-        on_platform_fault=config.on_platform_fault,
-        async_output=config.copies_in_background,
-        step_execution=config.step_execution,
-        sends_chunks=config.streaming_output,
-        max_pending_outputs=(
-            config.max_resident if config.step_execution else config.max_pending_outputs
-        ),
-        announce_last_step=config.max_batch_size > 1,
-        slot_budget_bytes=config.host_buffer_bytes // config.group_count,
-        max_batch_size=config.max_batch_size,
-        warm_up=_pack_warm_up(config, source),
-    )
-    make: Callable[..., Executor]
-    if config.executor == "uniproc":
-        make = functools.partial(UniprocExecutor, settings)
-    elif size == 1:
-        make = functools.partial(MultiprocExecutor, settings, turn=turn)
-    else:
-        make = functools.partial(TensorParallelExecutor, _ranks(settings, config, index))
-    return make(
-        dispatch_depth=config.dispatch_depth,
-        start_timeout_s=config.start_timeout_s,
-        hang_timeout_s=config.hang_timeout_s,
-        table=table,
-        callbacks=callbacks,
-    )
-
-
-def _ranks(first: WorkerSettings, config: EngineConfig, group: int) -> list[WorkerSettings]:
-    """Make the settings of a group's ranks of those of the first; only that one has outputs."""
-    size = config.tensor_parallel_size
-    return [
-        replace(
-            first,
-            rank=group * size + rank,
-            device_index=config.devices[group * size + rank],
-            tensor_parallel_rank=rank,
-            async_output=first.async_output and rank == 0,
-            announce_last_step=first.announce_last_step and rank == 0,
-        )
-        for rank in range(size)
-    ]
-
-
-def _pack_warm_up(config: EngineConfig, source: PipelineSource) -> bytes | None:
-    from sidestream.transport.packing import PackingError, pack_bytes
-
-    if config.warm_up is None:
-        return None
-    params = config.warm_up.sampling_params.with_defaults(source.defaults)
-    if params.seed is None:
-        params = replace(params, seed=0)
-    try:
-        return pack_bytes(replace(config.warm_up, sampling_params=params), root="warm_up")
-    except PackingError as error:
-        raise InvalidRequestError(f"The request to warm up with can't be sent: {error}") from error
 
 
 def _started(is_started: bool) -> str:
