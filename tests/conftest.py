@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # torch reads it when it is imported; more threads than cores only make a suite of processes slow.
@@ -21,6 +22,13 @@ TOGETHER = {
     }.items()
     for name in names.split()
 }
+
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -162,7 +162,6 @@ def run(engine, examples, *, may_kill=False, added=0):
         settings=settings(
             max_examples=examples,
             stateful_step_count=12,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -233,7 +233,7 @@ movable = st.recursive(tensors().filter(lambda t: type(t) is torch.Tensor) | pla
 
 
 def check_any_tree(engine: DiffusionEngine, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=examples, database=None)
     @given(tree=trees, moved=movable)
     def arrives(tree, moved):
         assert_same(deliver(engine, "echo", tree).output, tree)

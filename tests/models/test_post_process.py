@@ -83,7 +83,7 @@ def test_the_device_half_leaves_the_payload_alone_and_shares_no_memory(output_ty
     assert torch.equal(raw, before)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 4),
     height=st.integers(1, 12),

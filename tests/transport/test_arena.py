@@ -172,7 +172,7 @@ class WorkerAndReader(RuleBasedStateMachine):
         os.close(self.eventfd)
 
 
-WorkerAndReader.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+WorkerAndReader.TestCase.settings = settings(max_examples=20, stateful_step_count=40)
 TestWorkerAndReader = WorkerAndReader.TestCase
 
 

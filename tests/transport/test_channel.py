@@ -65,7 +65,7 @@ frames = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batch=st.lists(st.tuples(frames, st.booleans()), max_size=6))
 def test_frames_arrive_whole_and_in_order(batch):
     ours, theirs = channel_pair()

@@ -189,19 +189,19 @@ def containers(inside):
 trees = st.recursive(leaves, containers, max_leaves=6).filter(lambda tree: tree is not None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tree=trees)
 def test_a_tree_arrives_as_it_was_sent(tree):
     assert_same(through_a_slot(tree), tree)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tree=trees)
 def test_a_tree_fits_in_one_byte_string(tree):
     assert_same(unpack_bytes(pack_bytes(tree, root="request")), tree)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tree=trees)
 def test_a_detached_copy_is_the_same_and_shares_nothing(tree):
     copy = detach_copy(tree)
@@ -222,7 +222,7 @@ def storage(tensor: torch.Tensor) -> np.ndarray:
     return whole.set_(tensor.untyped_storage()).numpy()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tensor=tensors())
 def test_a_private_payload_does_not_see_what_its_caller_writes_later(tensor):
     before = bits(tensor)
@@ -236,7 +236,7 @@ def test_a_private_payload_does_not_see_what_its_caller_writes_later(tensor):
     assert bits(got) == before
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tensor=tensors())
 def test_no_more_travels_than_a_leaf_holds(tensor):
     packed = pack(tensor)
@@ -245,7 +245,7 @@ def test_no_more_travels_than_a_leaf_holds(tensor):
     assert len(packed.head) < 400
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tensor=tensors())
 def test_a_tensor_alone_travels_as_one_in_a_tree(tensor):
     alone, (inside,) = through_a_slot(tensor), through_a_slot([tensor])
