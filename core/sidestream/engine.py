@@ -23,9 +23,9 @@ from sidestream.request import AbortResult, DiffusionRequest, SamplingParams
 from sidestream.scheduler.batch import batch_key
 
 if TYPE_CHECKING:
+    from sidestream.executor.flight import Flight
     from sidestream.executor.groups import WorkerGroups
     from sidestream.executor.health import Health
-    from sidestream.executor.inflight import Flight
     from sidestream.output import DiffusionOutput, RequestEvent
 
 _MAX_SEED: Final = (1 << 63) - 1

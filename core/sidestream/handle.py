@@ -12,8 +12,8 @@ from sidestream.request import AbortOutcome, AbortResult
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from sidestream.executor.flight import Flight
     from sidestream.executor.futures import EngineFuture
-    from sidestream.executor.inflight import Flight
     from sidestream.output import DiffusionOutput, RequestEvent
 
 T = TypeVar("T")

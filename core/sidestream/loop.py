@@ -18,8 +18,8 @@ from sidestream.scheduler.request import RequestScheduler
 
 if TYPE_CHECKING:
     from sidestream.config import EngineConfig
+    from sidestream.executor.flight import Flight
     from sidestream.executor.groups import WorkerGroups
-    from sidestream.executor.inflight import Flight
     from sidestream.transport.envelope import Delivery
 
 

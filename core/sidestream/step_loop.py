@@ -16,8 +16,8 @@ from sidestream.scheduler.step import StepCall, StepScheduler
 if TYPE_CHECKING:
     from sidestream.config import EngineConfig
     from sidestream.executor.base import Executor
+    from sidestream.executor.flight import Flight
     from sidestream.executor.groups import WorkerGroups
-    from sidestream.executor.inflight import Flight
     from sidestream.executor.stepwise import StepAnswer, StepFuture
 
 _Result = tuple[str, StepFate, Hashable | None]

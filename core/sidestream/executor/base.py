@@ -14,11 +14,12 @@ from typing import Any, Final
 from sidestream.errors import EngineClosedError, InternalError
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.dispatcher import FORKED, FORWARDS, Dispatcher, fresh
+from sidestream.executor.flight import Flight
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.hang_watch import HangWatch
 from sidestream.executor.health import Health, RankHealth
 from sidestream.executor.holding import holds_any
-from sidestream.executor.inflight import Flight, InflightTable, key_of
+from sidestream.executor.inflight import InflightTable, key_of
 from sidestream.executor.stepwise import StepCalls, StepFuture, make_command
 from sidestream.protocol import AsyncOutputKind, Call, Command, Execute, StepStage, number_of
 from sidestream.transport.abort_table import AbortTable

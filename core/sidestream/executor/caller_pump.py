@@ -12,10 +12,15 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.executor.pump import ResultPump
+
+if TYPE_CHECKING:
+    from sidestream.executor.result_channel import ResultChannel
+    from sidestream.transport.channel import Frame
+    from sidestream.transport.envelope import Delivery
 
 #: How often those who wait look by themselves: who reads may be held up by a signal handler.
 _LOOK_S: Final = 0.5
@@ -136,9 +141,20 @@ class ReadingTurn:
 class CallerPump(ResultPump):
     """A pump that is moved by those who wait, see :class:`ReadingTurn`."""
 
-    def __init__(self, turn: ReadingTurn, *arguments: Any, **handlers: Any) -> None:
+    def __init__(
+        self,
+        turn: ReadingTurn,
+        channels: Iterable[ResultChannel],
+        on_message: Callable[[ResultChannel, Delivery], None],
+        *,
+        on_closed: Callable[[ResultChannel, Exception], None] | None = None,
+        on_unsent: Callable[[ResultChannel, Frame, Exception], None] | None = None,
+        on_failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
         """Make a pump as :class:`ResultPump` says, which has its turn in ``turn``."""
-        super().__init__(*arguments, **handlers)
+        super().__init__(
+            channels, on_message, on_closed=on_closed, on_unsent=on_unsent, on_failed=on_failed
+        )
         self._turn = turn
         self._is_started = False
         self._is_closed = False

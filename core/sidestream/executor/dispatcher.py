@@ -11,8 +11,9 @@ from typing import Final
 
 from sidestream.errors import EngineClosedError, InvalidRequestError, RequestError
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.flight import Flight
 from sidestream.executor.futures import OutputFuture
-from sidestream.executor.inflight import Flight, InflightTable
+from sidestream.executor.inflight import InflightTable
 from sidestream.protocol import RunnerOutput
 from sidestream.request import DiffusionRequest
 from sidestream.transport.packing import PackingError, pack_bytes

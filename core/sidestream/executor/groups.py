@@ -21,9 +21,10 @@ from sidestream.executor.base import FORCE_S, Executor, remaining_s
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.caller_pump import ReadingTurn
 from sidestream.executor.dispatcher import FORWARDS, Dispatcher, fresh
+from sidestream.executor.flight import Flight
 from sidestream.executor.health import GroupHealth, Health
 from sidestream.executor.holding import holds_any
-from sidestream.executor.inflight import Flight, InflightTable
+from sidestream.executor.inflight import InflightTable
 from sidestream.transport.envelope import Delivery
 
 logger = logging.getLogger(__name__)

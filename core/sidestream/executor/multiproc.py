@@ -24,9 +24,10 @@ from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.caller_pump import CallerPump, ReadingTurn
 from sidestream.executor.dispatcher import fresh
+from sidestream.executor.flight import Flight
 from sidestream.executor.futures import EngineFuture
 from sidestream.executor.health import Health, RankHealth
-from sidestream.executor.inflight import Flight, InflightTable
+from sidestream.executor.inflight import InflightTable
 from sidestream.executor.process import WorkerProcess
 from sidestream.executor.pump import ResultPump, ResultPumpThread
 from sidestream.executor.result_channel import ResultChannel

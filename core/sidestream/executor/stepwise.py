@@ -14,7 +14,8 @@ from sidestream.protocol import ExecuteStep, StepFate, StepResult, StepStage
 
 if TYPE_CHECKING:
     from sidestream.executor.callbacks import CallbackThread
-    from sidestream.executor.inflight import Flight, InflightTable
+    from sidestream.executor.flight import Flight
+    from sidestream.executor.inflight import InflightTable
     from sidestream.transport.envelope import Delivery
 
 

@@ -22,7 +22,8 @@ from sidestream.errors import (
 )
 from sidestream.executor.base import Executor
 from sidestream.executor.callbacks import CallbackThread
-from sidestream.executor.inflight import Flight, InflightTable
+from sidestream.executor.flight import Flight
+from sidestream.executor.inflight import InflightTable
 from sidestream.protocol import AsyncDiffusionOutput, AsyncOutputKind, Command, Shutdown
 from sidestream.request import OutputTimings
 from sidestream.transport.control_page import ControlPage
