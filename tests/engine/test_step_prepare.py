@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sidestream
-from sidestream import DiffusionRequest, PipelineConfig, SamplingParams, load_platform
+from sidestream import AbortOutcome, DiffusionRequest, PipelineConfig, SamplingParams, load_platform
 from sidestream.testing import sim
 from sidestream.worker.pipeline import LoadedPipeline
 from sidestream.worker.stages import Stages
@@ -60,7 +60,7 @@ def busy(steps, gate):
     One step of it is queued; the others come once their gate is opened.
     """
 
-    def begin(engine):
+    def begin(engine, gate=gate):
         handle = engine.submit(request(1, f"alone {gate.prompt}"))
         assert gate.reached() == "1"
         steps.synchronize()  # what was prepared on it may be needed by the next one, too
@@ -288,6 +288,44 @@ def test_a_method_that_was_called_may_have_changed_what_preparing_reads(start, b
     assert (second.result(PROMPT_S).output == 5).all()
 
 
+# --- giving up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1.0], ids=["an abort", "a deadline"])
+def test_a_request_is_given_up_while_it_is_prepared_beside_steps_that_are_held(
+    start, busy, make_gate, until, steps, timeout_s
+):
+    engine = start()
+    call = engine.executor.collective_rpc
+    gate, other = make_gate(), make_gate()
+    first = busy(engine, gate)
+    late = engine.submit(request(2, f"alone gated-prepare {other.prompt}"), timeout_s=timeout_s)
+    gate.open()
+    assert other.reached() == "prepare"
+    if timeout_s is None:
+        late.abort()
+        other.open()
+        result = late.abort(wait=True, timeout_s=PROMPT_S)
+        assert (result.outcome, result.step) == (AbortOutcome.STOPPED, 0)
+    else:
+        assert isinstance(late.exception(PROMPT_S), sidestream.RequestTimeoutError)
+        other.open()
+    assert gate.reached() == "3"
+    assert not first.done()
+    third = engine.submit(request(3, "alone"))
+    gate.open()
+    third.compute_done.result(PROMPT_S)
+    steps.release()
+    assert (first.result(PROMPT_S).output == 4).all()
+    assert (third.result(PROMPT_S).output == 6).all()
+    before, *beside = streams_of(engine)
+    assert len(beside) == 2
+    assert before == steps.name not in beside
+    assert call("count_latents") == [0]
+    assert call("describe")[0]["states"] == 0
+    until(lambda: call("describe")[0]["places_free"] == engine.config.max_resident)
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -363,3 +401,20 @@ def test_a_device_that_fails_in_preparing_is_not_the_fault_of_an_output_on_its_w
     assert isinstance(guilty.exception(60), sidestream.RequestError)
     until(lambda: engine.health().ok)
     assert (engine.submit(request(3)).result(PROMPT_S).output == 6).all()
+
+
+@pytest.mark.slow
+def test_after_a_death_in_preparing_all_that_were_there_run_again(make_engine, tmp_path):
+    engine = make_engine(
+        "step_pipes:Besides",
+        platform="sim",
+        step_execution=True,
+        async_final_step=True,
+        max_restarts=1,
+        pipeline_options={"log": str(tmp_path / "log")},
+    )
+    stepped = engine.submit(request(1, "alone hold-once-1"))
+    stepped.compute_done.result(PROMPT_S)
+    prepared = engine.submit(request(2, "alone kill-prepare"))
+    assert (stepped.result(60).output == 4).all()
+    assert (prepared.result(60).output == 5).all()

@@ -159,7 +159,8 @@ class Besides(SharedWalk):
 
     Copies its seed from the host, which blocks, and reads it back. Each step uses what preparing
     made, a tensor deep inside the state. Prompts: "break-prepare": the device fails in it;
-    "fill-memory": there is none left; "hold-prepare": its last kernels don't run before the test
+    "fill-memory": there is none left; "gated-prepare": it stops at its gate in it; "kill-prepare":
+    the worker dies (the first time); "hold-prepare": its last kernels don't run before the test
     releases side streams; "hold-once-1": nor those of its first step, ever (the first time).
     """
 
@@ -177,6 +178,10 @@ class Besides(SharedWalk):
         seed = torch.full(state.latents.shape, float(request.sampling_params.seed)).to(self.device)
         assert seed.flatten()[0].item() == request.sampling_params.seed
         ones = torch.ones(state.latents.shape).to(self.device)
+        if "gated-prepare" in request.prompt:
+            pause(request.prompt, "prepare")
+        if "kill-prepare" in request.prompt and self._is_first(request.prompt):
+            os.kill(os.getpid(), signal.SIGKILL)
         stream = torch.sim.current_stream()
         if "hold-prepare" in request.prompt:
             stream.hold()
