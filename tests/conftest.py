@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 # torch reads it when it is imported; more threads than cores only make a suite of processes slow.
@@ -24,11 +23,16 @@ TOGETHER = {
 }
 
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("busy machine")
+try:
+    import hypothesis
+except ModuleNotFoundError:
+    pass  # the environment of tests/npu is without it
+else:
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile(
+        "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_ignore_collect(collection_path, config):
