@@ -92,13 +92,19 @@ class Script:
         stdout = self.process.stdout.fileno()
         while b"\n" not in self._printed:
             if not select.select([stdout], [], [], timeout_s)[0]:
-                pytest.fail(f"The script printed nothing for {timeout_s} s.")
+                self.process.kill()
+                # Not to its end, which a process that it started may keep open.
+                said = os.read(self.process.stderr.fileno(), 1 << 16) if self._has_said() else b""
+                pytest.fail(f"The script printed nothing for {timeout_s} s:\n{said.decode()}")
             chunk = os.read(stdout, 1 << 16)
             if not chunk:
                 pytest.fail(f"The script ended early:\n{self.process.stderr.read()}")
             self._printed += chunk
         line, _, self._printed = self._printed.partition(b"\n")
         return line.decode().split()
+
+    def _has_said(self) -> bool:
+        return bool(select.select([self.process.stderr], [], [], 0)[0])
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the script's process group, as a terminal does."""

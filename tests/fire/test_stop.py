@@ -76,12 +76,13 @@ def test_a_forward_that_does_not_come_back_is_left_to_its_thread(start, pipes, e
 def test_close_from_a_callback_resolves_everything(executor, start):
     engine = start(executor=executor)
     first = engine.submit(DiffusionRequest(""))
+    others = [engine.submit(DiffusionRequest("idle about")) for _ in range(3)]
     closed = threading.Event()
-    first.future().add_done_callback(lambda _future: (engine.close(), closed.set()))
-    others = [engine.submit(DiffusionRequest("")) for _ in range(3)] if not closed.is_set() else []
+    first.future().add_done_callback(lambda _future: (engine.close(timeout_s=0.1), closed.set()))
     assert closed.wait(30)
+    assert first.result(0)
     for handle in others:
-        assert isinstance(handle.exception(0), sidestream.EngineClosedError | None)
+        assert isinstance(handle.exception(0), sidestream.EngineClosedError)
 
 
 @mostly_uniproc
@@ -120,10 +121,19 @@ def test_a_close_that_ctrl_c_interrupts_still_leaves_nothing(executor, start, pi
     engine = start(executor=executor, pipeline_options={"notes": str(pipes.notes)})
     handle = engine.submit(DiffusionRequest("idle about"))
     pipes.note()
+    queued = [engine.submit(DiffusionRequest("")) for _ in range(4)][-1]
     main = threading.main_thread().ident
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+
+    def interrupt():
+        queued.exception(60)  # closing has begun,
+        time.sleep(0.3)  # and waits for what runs; nothing tells of that
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         engine.close(timeout_s=60)
+    interrupter.join(60)
     assert isinstance(handle.exception(0), sidestream.EngineClosedError)
     engine.close()
 

@@ -110,7 +110,7 @@ def test_an_error_is_the_same_each_time_and_does_not_grow(engine):
         assert len(caught.traceback) <= 4
 
 
-def test_a_failed_request_is_freed_with_its_handle(engine):
+def test_a_failed_request_is_freed_with_its_handle(engine, eventually):
     handle = engine.submit(request("raise", what="other signature"))
     gc.disable()
     try:
@@ -119,7 +119,8 @@ def test_a_failed_request_is_freed_with_its_handle(engine):
         except sidestream.ExecutionError as caught:
             error = weakref.ref(caught)
         del handle
-        assert error() is None
+        # Whoever resolved it lets go of it a moment later; nothing is collected meanwhile.
+        assert eventually(lambda: error() is None)
     finally:
         gc.enable()
 
@@ -147,14 +148,15 @@ def test_waiting_by_id_and_by_handle_is_the_same(engine, held):
     assert engine.executor.wait_output_ready(held.async_output_id) is held.future()
 
 
-def test_an_output_that_nobody_waits_for_leaves_nothing_behind(engine):
+def test_an_output_that_nobody_waits_for_leaves_nothing_behind(engine, eventually):
+    assert eventually(lambda: engine.stats()["ready_bytes"] == 0)
     before = engine.stats()
     for seed in range(20):
         engine.submit(request(seed=seed))
     assert engine.drain(30)
-    after = engine.stats()
-    assert after["completed"] - before["completed"] == 20
-    assert after["ready_bytes"] == before["ready_bytes"] == 0
+    assert engine.stats()["completed"] - before["completed"] == 20
+    # The last one goes with the thread's own reference to it.
+    assert eventually(lambda: engine.stats()["ready_bytes"] == 0)
 
 
 @mostly_uniproc
