@@ -83,7 +83,7 @@ def run_doctor():
             env={**os.environ, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=500,
             check=False,
         )
 

@@ -76,7 +76,8 @@ def examine_with(examine, monkeypatch):
 
     def examine_with(*folders):
         monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
-        code, report = examine()
+        # Large packages, which a busy machine reads for longer than is waited for as a rule.
+        code, report = examine("--timeout-s", "200")
         return code, report, {each["name"]: each for each in report["extensions"]}
 
     return examine_with
