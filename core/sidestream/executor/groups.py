@@ -365,8 +365,9 @@ class WorkerGroups(Dispatcher):
             if is_last and self._broken is None:
                 self._broken = error
         if is_last:
-            self._fail(error, flights)
+            # First: whoever hears of the death may submit at once, and is to be refused.
             self.on_broken(error)
+            self._fail(error, flights)
         else:
             self._requeue(group.executor, error, flights)
 
