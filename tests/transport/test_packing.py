@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import time
+import types
 import warnings
 import weakref
 from collections import OrderedDict, namedtuple
@@ -490,6 +491,11 @@ def test_a_class_that_is_not_there_is_an_error_that_says_so():
     head = pack(datetime.date(2026, 1, 1)).head.replace(b"datetime", b"datetimf")
     with pytest.raises(UnpackingError, match=r"datetimf.*importable on both sides"):
         unpack(head, None)
+
+
+def test_while_another_thread_imports_pillow_there_is_no_image_and_the_rest_travels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", types.ModuleType("PIL.Image"))  # empty as yet
+    assert through_a_slot(Decoded([1.0, "a"])) == Decoded([1.0, "a"])
 
 
 def test_dropping_lets_go_of_the_tensors():

@@ -204,9 +204,10 @@ def _images_in(tree: Any) -> Iterator[Image]:
 
 def _to_pixels(leaf: Any) -> np.ndarray:
     """Give uint8 pixels (n,H,W,C) of one tensor or array."""
-    torch = sys.modules.get("torch")  # where torch is not imported, nothing is a tensor
+    # Where torch is not imported, or still is by another thread, nothing is a tensor.
+    tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
     array = leaf
-    if torch is not None and isinstance(leaf, torch.Tensor):
+    if tensor_class is not None and isinstance(leaf, tensor_class):
         tensor = leaf.detach().cpu()
         array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(array, np.ndarray) and array.ndim in (3, 4):

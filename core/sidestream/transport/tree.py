@@ -114,8 +114,9 @@ class _Pickler(pickle.Pickler):
         return number if kept is None else (number, kept)
 
     def reducer_override(self, obj: Any) -> Any:
-        pillow = sys.modules.get("PIL.Image")  # without it there is no image
-        if pillow is None or not isinstance(obj, pillow.Image):
+        # Without it there is no image, nor while another thread still imports it.
+        kind = getattr(sys.modules.get("PIL.Image"), "Image", None)
+        if kind is None or not isinstance(obj, kind):
             return NotImplemented
         palette = obj.palette
         if palette is None or palette.mode == "RGB":
