@@ -20,7 +20,7 @@ def _pipelines_on_path():
 
 
 def _start(pipeline: str, **config) -> sidestream.DiffusionEngine:
-    config.setdefault("start_timeout_s", 60)
+    config.setdefault("start_timeout_s", 200)
     config.setdefault("max_restarts", 0)  # restarts have tests of their own
     reference = pipeline if ":" in pipeline else f"sidestream_pipes:{pipeline}"
     return sidestream.DiffusionEngine(sidestream.EngineConfig(pipeline=reference, **config))
@@ -51,7 +51,7 @@ class Gate:
         # Non-blocking, else it would wait here for the first writer.
         self._at = os.open(folder / "at", os.O_RDONLY | os.O_NONBLOCK)
 
-    def reached(self, timeout_s: float = 30) -> str:
+    def reached(self, timeout_s: float = 60) -> str:
         """Wait until a forward is at a gate; gives which."""
         deadline = time.monotonic() + timeout_s
         # Without a writer it is at its end, which counts as readable.
@@ -102,9 +102,9 @@ def gate(make_gate):
 
 @pytest.fixture
 def until():
-    """Wait until a condition holds that nothing reports; fails after some seconds."""
+    """Wait until a condition holds that nothing reports; fails after a minute."""
 
-    def wait(condition, timeout_s: float = 20):
+    def wait(condition, timeout_s: float = 60):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline

@@ -74,7 +74,7 @@ def test_a_request_that_is_due_between_two_steps_fails_at_once_and_frees_its_wor
     assert (other.result(30).output == 3).all()
     assert call(engine, "take_events") == [[None], 1, [None], "decode"]
     until(lambda: engine.stats()["stale_messages"] == stale + 1)
-    assert engine.stats()["aborting"] == 0
+    until(lambda: engine.stats()["aborting"] == 0)  # counted, then forgotten
     assert late.abort(wait=True).outcome is AbortOutcome.ALREADY_OUT
 
 
@@ -89,7 +89,7 @@ def test_a_late_output_is_discarded_and_counted(engine, gate, until):
     after = engine.stats()
     assert after["completed"] == before["completed"]
     assert after["failed"] == before["failed"] + 1
-    assert after["aborting"] == 0
+    until(lambda: engine.stats()["aborting"] == 0)
     with pytest.raises(sidestream.RequestTimeoutError):
         late.result(0)
 
@@ -146,7 +146,7 @@ def test_what_is_no_duration_is_refused_in_submit(engines, timeout_s):
 
 
 def test_requests_that_are_done_leave_no_deadlines_behind(engine):
-    for _ in range(30):
+    for _ in range(15):
         handles = [engine.submit(request(), timeout_s=3600) for _ in range(20)]
         for handle in handles:
             handle.result(30)

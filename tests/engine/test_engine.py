@@ -159,7 +159,7 @@ def test_execute_model_answers_when_the_forward_is_queued(engines):
     assert future.result() is future.result()
 
 
-def test_an_output_id_that_is_unknown_or_forgotten_has_failed_already(engines):
+def test_an_output_id_that_is_unknown_or_forgotten_has_failed_already(engines, until):
     engine = engines("Gradient")
     with pytest.raises(sidestream.RequestError, match="never issued"):
         engine.executor.wait_output_ready("nobody").result(0)
@@ -168,6 +168,8 @@ def test_an_output_id_that_is_unknown_or_forgotten_has_failed_already(engines):
     handle.result(30)
     assert engine.executor.wait_output_ready(output_id) is handle.future()
     del handle
+    # The thread that resolved it holds it a moment longer.
+    until(lambda: engine.executor.wait_output_ready(output_id).exception(0) is not None)
     with pytest.raises(sidestream.RequestError, match="nobody holds it"):
         engine.executor.wait_output_ready(output_id).result(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 
 import pytest
@@ -37,6 +38,14 @@ def test_a_trace_has_a_span_for_each_stage_of_each_output(engines, tmp_path):
         assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(times))
 
 
+def test_an_engine_says_what_runs_beside_what(engines):
+    engine = engines("Gradient", "sim")
+    said = "mode: request; async output: on; pump: started; worker's output thread: started"
+    assert said in engine.describe()
+    assert engine.executor.collective_rpc("describe")[0]["output_thread"]
+    assert {"sidestream-engine", "sidestream-pump"} <= {t.name for t in threading.enumerate()}
+
+
 @pytest.mark.parametrize(
     ("platform", "executor", "carrier"),
     [("sim", "multiproc", "slot"), ("sim", "uniproc", "host"), ("cpu", "multiproc", "slot")],
@@ -60,7 +69,7 @@ def test_an_engine_says_that_it_waits_for_outputs_to_be_taken(engines):
     engine = engines("Gradient", host_buffer_bytes=0)
     handles = [engine.submit(request(seed=i)) for i in range(10)]
     assert handles[0].output_ready.result(30) is None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "ready and not taken (host_buffer_bytes=0)" not in engine.describe():
         assert time.monotonic() < deadline, engine.describe()
         time.sleep(0.01)

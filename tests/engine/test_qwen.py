@@ -57,7 +57,7 @@ def library_images(checkpoint):
     return [images[0] for images in _directly(checkpoint, "cpu", "pil")]
 
 
-@pytest.mark.parametrize("executor", ["multiproc", "uniproc"])
+@pytest.mark.parametrize("executor", [pytest.param("multiproc", marks=pytest.mark.soak), "uniproc"])
 def test_on_the_cpu_pixels_equal_the_librarys_own(library_images, executor):
     config = EngineConfig(model="digits", platform="cpu", executor=executor)
     with DiffusionEngine(config) as engine:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -100,6 +100,7 @@ def test_a_crash_that_repeats_with_one_request_never_costs_an_innocent_one(share
     assert (engine.submit(request(seed=9)).result(60).output == 9).all()
 
 
+@pytest.mark.slow  # beside the test above, which has used the restart up
 def test_after_the_last_restart_the_engine_refuses_with_the_cause(shared):
     engine, _ = shared(max_restarts=1, max_batch_size=4)
     if engine.stats()["restarts"] == 0:  # else an earlier test had the only one
@@ -130,9 +131,12 @@ def test_a_call_to_a_dead_worker_is_never_run_again(shared):
     restarts = engine.stats()["restarts"]
     pid = engine.executor.collective_rpc("pid")[0]
     os.kill(pid, signal.SIGSTOP)  # so that the call is with it when it dies
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(sidestream.WorkerDiedError):
-        engine.executor.collective_rpc("echo", (1,))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.executor.collective_rpc, "echo", (1,))
+        _until(lambda: engine.stats()["calls"] == 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(sidestream.WorkerDiedError):
+            call.result(30)
     _until(lambda: engine.stats()["restarts"] == restarts + 1)
     assert engine.executor.collective_rpc("echo", (2,)) == [2]
 

@@ -168,7 +168,7 @@ def run(engine, examples, *, may_kill=False, added=0):
 
 
 def test_whatever_users_do_every_request_gets_its_own_output_or_its_own_error(make_engine):
-    run(make_engine("Batching", platform="sim", max_batch_size=3), 200)
+    run(make_engine("Batching", platform="sim", max_batch_size=3), 100)
 
 
 @pytest.mark.soak

@@ -145,12 +145,13 @@ def test_a_device_holds_no_more_requests_than_it_may(stepped, make_gate):
     assert most == engine.config.max_resident == 4
 
 
-def test_a_call_of_a_method_runs_between_two_steps(stepped, make_gate):
+def test_a_call_of_a_method_runs_between_two_steps(stepped, make_gate, until):
     engine, gate = stepped(CPU), make_gate()
     handle = engine.submit(request(1, gate.prompt, name="r"))
     assert gate.reached() == "1"
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(events_of, engine)
+        until(lambda: engine.stats()["calls"] == 1)
         gate.open()
         assert gate.reached() == "2"
         # It may have been sent just behind the second step.
@@ -195,7 +196,8 @@ def test_streaming_output_turns_step_mode_on():
 @pytest.mark.parametrize(
     ("platform", "settings", "mode", "copies", "has_pump", "has_output_thread"),
     [
-        ("sim", {}, "request", "on", True, True),
+        # In short it is in test_observability.py.
+        pytest.param("sim", {}, "request", "on", True, True, marks=pytest.mark.soak),
         ("sim", {"step_execution": True}, "step", "synchronous", False, False),
         (
             "sim",
@@ -248,8 +250,23 @@ def check_a_death_leaves_no_future_pending(engine):
         engine.submit(request())
 
 
-def test_without_a_pump_a_death_is_noticed_at_rest_and_told_by_health(make_engine, until):
-    engine = make_engine("step_pipes:Walk", step_execution=True, max_restarts=1)
+@pytest.fixture(scope="module")
+def mortal(_pipelines_on_path):
+    """Give an engine without a pump that restarts once: for a death, then for the last one."""
+    config = sidestream.EngineConfig(
+        pipeline="step_pipes:Walk",
+        step_execution=True,
+        max_restarts=1,
+        hang_timeout_s=1.5,
+        start_timeout_s=200,
+    )
+    engine = sidestream.DiffusionEngine(config)
+    yield engine
+    engine.close(timeout_s=2)
+
+
+def test_without_a_pump_a_death_is_noticed_at_rest_and_told_by_health(mortal, until):
+    engine = mortal
     process = engine.executor.workers[0].process
     process.signal_group(signal.SIGKILL)
     process.is_gone(PROMPT_S)
@@ -446,10 +463,9 @@ def test_after_a_death_requests_run_again_from_their_first_step(make_engine, tmp
     assert [event.step for event in dies_once.events() if event.kind == "step"] == [1, 2, 3]
 
 
-def test_a_step_that_hangs_is_found_out(make_engine, gate):
-    engine = make_engine("step_pipes:Walk", step_execution=True, hang_timeout_s=1.0)
-    assert (engine.submit(request(1)).result(PROMPT_S).output == 4).all()
-    handle = engine.submit(request(1, gate.prompt))  # which nobody opens
+def test_a_step_that_hangs_is_found_out(mortal, gate):
+    assert (mortal.submit(request(1)).result(PROMPT_S).output == 4).all()
+    handle = mortal.submit(request(1, gate.prompt))  # which nobody opens
     assert isinstance(handle.exception(PROMPT_S), sidestream.WorkerHungError)
 
 

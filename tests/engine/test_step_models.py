@@ -137,7 +137,7 @@ def test_helios_videos_of_a_worker_on_sim_have_the_librarys_pixels_behind_an_abo
         platform="sim",
         streaming_output=True,
         async_final_step=True,
-        start_timeout_s=100,
+        start_timeout_s=200,
     )
     with DiffusionEngine(config) as engine:
         assert slots(engine).made == 1  # the model knows the size of its videos

@@ -58,7 +58,7 @@ def start() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
 
     def make(pipeline: str = "Victim", **config) -> sidestream.DiffusionEngine:
         config.setdefault("platform", "cpu")
-        config.setdefault("start_timeout_s", 60)
+        config.setdefault("start_timeout_s", 200)
         config.setdefault("max_restarts", 0)  # restarts have tests of their own
         reference = pipeline if ":" in pipeline else f"fire_pipes:{pipeline}"
         engine = sidestream.DiffusionEngine(sidestream.EngineConfig(pipeline=reference, **config))
@@ -290,7 +290,7 @@ def shared() -> Iterator[Callable[..., sidestream.DiffusionEngine]]:
                     pipeline=reference,
                     platform=platform,
                     executor=executor,
-                    start_timeout_s=60,
+                    start_timeout_s=200,
                     **config,
                 )
             )

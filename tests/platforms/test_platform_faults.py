@@ -71,7 +71,7 @@ def engine_of(plugins, monkeypatch):
                 platform="relay",
                 executor=executor,
                 max_restarts=0,
-                start_timeout_s=60,
+                start_timeout_s=200,
                 **config,
             )
         )

@@ -248,4 +248,4 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
-TestTurns.settings = settings(max_examples=200, stateful_step_count=40)
+TestTurns.settings = settings(max_examples=80, stateful_step_count=40)
