@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +12,17 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # What a test needs lies on the disk; a try to fetch it has to fail at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Where a shell starts this in the background it is ignored, by what a test starts too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Files whose engines are shared from file to file: they run one after another in one process.
 TOGETHER = {
-    f"tests/{folder}/test_{name}.py": folder
-    for folder, names in {
-        "engine": "abort batches deadlines engine hidden_copies observability overlap",
-        "fire": "aliasing memory payloads poison quiet waiting",
-    }.items()
+    f"tests/{folder}/test_{name}.py": f"{folder}: {names}"
+    for folder, names in [
+        ("engine", "abort batches deadlines engine hidden_copies observability overlap"),
+        ("engine", "step_mode step_streaming"),
+        ("fire", "aliasing memory payloads poison quiet waiting"),
+    ]
     for name in names.split()
 }
 
