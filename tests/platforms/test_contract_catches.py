@@ -64,6 +64,73 @@ DEFECTS = {
         """,
         "test_what_a_joined_stream_made_stays_whole_until_it_was_read",
     ),
+    "claims-to-queue-freely-and-waits": (
+        """
+        class Hesitant(Relay):
+            queues_freely = True
+
+            def record_event(self, timing=False):
+                event = self.stream.record_event(timing)
+                sim.default_stream().release()  # what is queued gets done
+                event.wait()
+                return event
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Hesitant(sim.side_stream(device, priority))
+        """,
+        "test_a_copy_is_queued_freely_while_the_device_is_busy",
+    ),
+    "claims-to-queue-freely-and-is-early": (
+        """
+        class Early(sim.SimEvent):
+            __slots__ = ()
+
+            def query(self):
+                return True
+
+        class Hasty(Relay):
+            queues_freely = True
+
+            def record_event(self, timing=False):
+                event = self.stream.record_event(timing)
+                event.__class__ = Early
+                return event
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Hasty(sim.side_stream(device, priority))
+        """,
+        "test_a_copy_is_queued_freely_while_the_device_is_busy",
+    ),
+    "claims-to-queue-freely-and-waits-for-the-stream": (
+        """
+        def event_of(stream):
+            class Patient(sim.SimEvent):
+                __slots__ = ()
+
+                def wait(self, timeout_s=None):
+                    if timeout_s is None:
+                        sim.default_stream().release()
+                        stream.synchronize()
+                    return super().wait(timeout_s)
+
+            return Patient
+
+        class Patiently(Relay):
+            queues_freely = True
+
+            def record_event(self, timing=False):
+                event = self.stream.record_event(timing)
+                event.__class__ = event_of(self.stream)
+                return event
+
+        @hookimpl
+        def side_stream(device, priority):
+            return Patiently(sim.side_stream(device, priority))
+        """,
+        "test_a_wait_for_a_copy_that_was_queued_freely_is_not_for_what_is_behind_it",
+    ),
     "records-elsewhere": (
         """
         @hookimpl

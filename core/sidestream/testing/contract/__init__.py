@@ -25,12 +25,13 @@ from sidestream.testing.contract.events import EventContract
 from sidestream.testing.contract.host_memory import HostMemoryContract
 from sidestream.testing.contract.plugin import PluginContract
 from sidestream.testing.contract.probe import ProbeContract
+from sidestream.testing.contract.queueing import QueueingContract
 from sidestream.testing.contract.streams import StreamContract
 
 __all__ = ["PlatformContract", "PluginContract", "ProbeContract"]
 
 
-class PlatformContract(EventContract, StreamContract, HostMemoryContract):
+class PlatformContract(EventContract, StreamContract, QueueingContract, HostMemoryContract):
     """What a platform with streams does.
 
     Override :meth:`queue_work` where there is no page-locked memory, or :meth:`busy_stream` where a
