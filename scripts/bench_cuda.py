@@ -18,12 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench_variants import planned_s as planned_variants_s
 from bench_variants import variants
 
-from sidestream.bench.budget import START_S, planned_s
+from sidestream.bench.budget import START_S
 from sidestream.bench.findings import Findings
 from sidestream.bench.model import model_throughput
 from sidestream.bench.plan import Plan, plan_for
@@ -57,11 +58,11 @@ class Section:
 def sections(session: Session, plan: Plan) -> list[Section]:
     """List all parts in their order: the quick ones first, models last."""
     found = {}
-    for number, (name, table) in enumerate(TABLES.items()):
+    for number, (name, measurement) in enumerate(TABLES.items()):
         found[name] = Section(
             name=name,
-            planned_s=planned_s(name, plan, engines=2 if number else 0),
-            measure=lambda table=table: table(session, plan),
+            planned_s=measurement.planned_s(plan, engines=2 if number else 0),
+            measure=partial(measurement.measure, session, plan),
         )
     platform = session.platform.name
     compared = Section(

@@ -15,7 +15,6 @@ import torch
 
 from sidestream.bench.blocks import BLOCK, ratio_of, run_blocks
 from sidestream.bench.bubble import bubble
-from sidestream.bench.budget import planned_s
 from sidestream.bench.handoff import first_of_batch, handoff
 from sidestream.bench.overload import overload
 from sidestream.bench.plan import DEVICE
@@ -95,7 +94,7 @@ def test_a_ratio_lies_in_its_interval_which_shrinks_with_more_pairs():
 
 
 def test_all_tables_of_an_accelerator_fit_in_six_minutes():
-    planned = {name: planned_s(name, DEVICE, engines=2) for name in TABLES}
+    planned = {name: one.planned_s(DEVICE, engines=2) for name, one in TABLES.items()}
     assert min(planned.values()) > 0
     assert sum(planned.values()) < 420, planned
 

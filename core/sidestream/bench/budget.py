@@ -1,8 +1,10 @@
-"""How long each table should take, from the plan alone; printed before it begins."""
+"""How long each table should take on an accelerator, from the plan alone.
+
+Without the engines that tables share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from sidestream.bench.blocks import BLOCK, ORDER
@@ -23,28 +25,14 @@ _SERIES_S: Final = 0.06
 _WORKLOAD_S: Final = 0.4
 #: Bytes a second from a device, where a table has copies that nothing runs beside.
 _COPY_RATE: Final = 40e9
-#: The engines that all tables share.
-_SHARED: Final[dict[str, int]] = {
-    "bubble": 2,
-    "slowdown": 1,
-    "handoff": 1,
-    "overload": 0,
-    "idle": 1,
-    "transport": 0,
-    "throughput": 2,
-}
-
-
-def planned_s(name: str, plan: Plan, *, engines: int = 0) -> float:
-    """Give the seconds of one name's tables on an accelerator, where ``engines`` are up."""
-    return _PLANNED[name](plan) + START_S * max(0, _SHARED[name] - engines)
 
 
 def _copy_s(output: str) -> float:
     return Workload(output=output).nbytes / _COPY_RATE
 
 
-def _bubble(plan: Plan) -> float:
+def bubble_s(plan: Plan) -> float:
+    """Give the seconds of the bubbles."""
     total_s = 0.0
     for workload in plan.bubble:
         forwards = plan.bubble_count + waiting(plan.bubble_count)
@@ -54,7 +42,8 @@ def _bubble(plan: Plan) -> float:
     return total_s
 
 
-def _slowdown(plan: Plan) -> float:
+def slowdown_s(plan: Plan) -> float:
+    """Give the seconds of the forwards that outputs slow down."""
     total_s = 0.0
     for workload in plan.slowdown:
         groups = groups_of(workload, plan.slowdown_seconds)
@@ -66,7 +55,8 @@ def _slowdown(plan: Plan) -> float:
     return total_s
 
 
-def _handoff(plan: Plan) -> float:
+def handoff_s(plan: Plan) -> float:
+    """Give the seconds of the hand-offs, alone and in a batch."""
     total_s = START_S + 5.0  # the batches' engine, and the profiler
     for output in plan.handoff:
         total_s += plan.handoff_count * (LONE_FORWARD_S + 2 * _copy_s(output) + 0.003)
@@ -76,22 +66,26 @@ def _handoff(plan: Plan) -> float:
     return total_s
 
 
-def _overload(plan: Plan) -> float:
+def overload_s(plan: Plan) -> float:
+    """Give the seconds of more requests than the device can do."""
     forward_s = plan.overload.forward_s
     paced_s = len(LOADS) * (plan.overload_seconds + 20 * forward_s)
     alone_s = requests_in(plan.overload_seconds, plan.overload) * forward_s
     return 2 * START_S + alone_s + paced_s + 3 * LYING * forward_s
 
 
-def _idle(plan: Plan) -> float:
+def idle_s(plan: Plan) -> float:
+    """Give the seconds of an idle engine."""
     return plan.idle_seconds + 5.0
 
 
-def _transport(plan: Plan) -> float:
+def transport_s(plan: Plan) -> float:
+    """Give the seconds of the transport, which needs no device."""
     return len(plan.transport) * (plan.transport_seconds + _PROCESS_S)
 
 
-def _throughput(plan: Plan) -> float:
+def throughput_s(plan: Plan) -> float:
+    """Give the seconds of the throughput."""
     total_s = 0.0
     for workload in plan.throughput:
         forwards = 3 * requests_in(plan.seconds, workload)
@@ -99,14 +93,3 @@ def _throughput(plan: Plan) -> float:
         round_s = forwards * workload.forward_s + copies * _copy_s(workload.output) + 3 * _SERIES_S
         total_s += plan.rounds * round_s + _WORKLOAD_S
     return total_s
-
-
-_PLANNED: Final[dict[str, Callable[[Plan], float]]] = {
-    "bubble": _bubble,
-    "slowdown": _slowdown,
-    "handoff": _handoff,
-    "overload": _overload,
-    "idle": _idle,
-    "transport": _transport,
-    "throughput": _throughput,
-}

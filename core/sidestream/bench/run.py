@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
+from sidestream.bench import budget
 from sidestream.bench.bubble import bubble
 from sidestream.bench.findings import Findings
 from sidestream.bench.handoff import first_of_batch, handoff
@@ -17,7 +19,20 @@ from sidestream.bench.slowdown import slowdown
 from sidestream.bench.throughput import throughput
 from sidestream.bench.transport import transport
 
-Measure = Callable[[Session, Plan], Iterator[Findings]]
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the tables of one name come from."""
+
+    measure: Callable[[Session, Plan], Iterator[Findings]]
+    #: Seconds on an accelerator, without the starts of engines that all share.
+    lasts_s: Callable[[Plan], float]
+    #: How many engines it uses of those that all share.
+    engines: int = 0
+
+    def planned_s(self, plan: Plan, *, engines: int = 0) -> float:
+        """Give the seconds on an accelerator, where ``engines`` are up; said before it begins."""
+        return self.lasts_s(plan) + budget.START_S * max(0, self.engines - engines)
 
 
 def _throughput(session: Session, plan: Plan) -> Iterator[Findings]:
@@ -53,20 +68,20 @@ def _overload(session: Session, plan: Plan) -> Iterator[Findings]:
 
 #: In the order in which they are measured: the quick ones first, so that a run that is cut short
 #: has most of them. The first one gives the outputs that are drawn.
-TABLES: Final[dict[str, Measure]] = {
-    "bubble": _bubble,
-    "slowdown": _slowdown,
-    "handoff": _handoff,
-    "overload": _overload,
-    "idle": _idle,
-    "transport": _transport,
-    "throughput": _throughput,
+TABLES: Final[dict[str, Measurement]] = {
+    "bubble": Measurement(measure=_bubble, lasts_s=budget.bubble_s, engines=2),
+    "slowdown": Measurement(measure=_slowdown, lasts_s=budget.slowdown_s, engines=1),
+    "handoff": Measurement(measure=_handoff, lasts_s=budget.handoff_s, engines=1),
+    "overload": Measurement(measure=_overload, lasts_s=budget.overload_s),
+    "idle": Measurement(measure=_idle, lasts_s=budget.idle_s, engines=1),
+    "transport": Measurement(measure=_transport, lasts_s=budget.transport_s),
+    "throughput": Measurement(measure=_throughput, lasts_s=budget.throughput_s, engines=2),
 }
 
 
 def measure(name: str, session: Session, plan: Plan) -> Iterator[Findings]:
     """Measure the tables of one name, as :func:`timed` gives them."""
-    return timed(TABLES[name](session, plan))
+    return timed(TABLES[name].measure(session, plan))
 
 
 def timed(parts: Iterator[Findings]) -> Iterator[Findings]:

@@ -182,14 +182,13 @@ def overload(platform: str | None, **files: Path | None) -> None:
 @_trace
 def every(platform: str | None, **files: Path | None) -> None:
     """All tables, and which goals are missed."""
-    from sidestream.bench.budget import planned_s
     from sidestream.bench.run import TABLES, measure
 
     with _session(platform) as (session, plan):
         figures = Figures(session, **files)
-        for name in TABLES:
+        for name, measurement in TABLES.items():
             if session.has_device:
-                figures.announce(name, planned_s(name, plan, engines=session.engines))
+                figures.announce(name, measurement.planned_s(plan, engines=session.engines))
             figures.take(measure(name, session, plan))
         figures.summarize()
 
