@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidestream.errors import EngineClosedError, RequestAbortedError, RequestTimeoutError
 from sidestream.executor.bell import Bell, ReadyBytes
-from sidestream.executor.dispatcher import fresh
+from sidestream.executor.futures import fresh
 from sidestream.executor.holding import holds_any
 from sidestream.request import AbortOutcome
 from sidestream.scheduler.deadlines import Deadlines
@@ -67,12 +67,13 @@ class EngineLoop:
         self.completed = 0
         self.failed = 0
         self.carriers: Counter[str] = Counter()
-        executor.on_capacity = self.wake
-        executor.on_ready = self._on_ready
-        executor.on_chunk = self._count_ready
-        executor.on_batch_failed = self._on_batch_failed
-        executor.on_requeue = self._requeue
-        executor.on_broken = self.refuse
+        listener = executor.listener
+        listener.on_capacity = self.wake
+        listener.on_ready = self._on_ready
+        listener.on_chunk = self._count_ready
+        listener.on_batch_failed = self._on_batch_failed
+        listener.on_requeue = self._requeue
+        listener.on_broken = self.refuse
         self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sidestream.errors import EngineClosedError, SidestreamError, WorkerError
-from sidestream.executor.dispatcher import fresh
+from sidestream.executor.futures import fresh
 from sidestream.loop import EngineLoop
 from sidestream.protocol import StepFate, StepStage
 from sidestream.scheduler.step import StepCall, StepScheduler

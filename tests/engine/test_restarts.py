@@ -147,7 +147,7 @@ def test_a_restart_that_fails_unforeseen_leaves_nobody_waiting(shared, monkeypat
     def no_room(*_args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(engine.executor, "_make", no_room)
+    monkeypatch.setattr(engine.executor.supervisor, "_make", no_room)
     handle = engine.submit(request("die"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         handle.result(30)

@@ -1,16 +1,22 @@
-"""Requests on their way to workers: packed, named, registered, and waited for."""
+"""The two ways to workers: requests, which become flights, and calls of methods."""
 
 from __future__ import annotations
 
-import copy
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from sidestream.errors import EngineClosedError, InvalidRequestError, RequestError
+from sidestream.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    RequestError,
+)
 from sidestream.executor.callbacks import CallbackThread
+from sidestream.executor.calls import PendingCall
 from sidestream.executor.flight import Flight
 from sidestream.executor.futures import OutputFuture
 from sidestream.executor.inflight import InflightTable
@@ -28,7 +34,10 @@ FORKED: Final = (
 
 
 class Dispatcher(ABC):
-    """Turns requests into flights with futures, and sends them to workers."""
+    """Sends requests and calls to workers, whose answers resolve futures.
+
+    Requests go path 1, which answers in two steps; calls of methods go path 2.
+    """
 
     def __init__(
         self, table: InflightTable, callbacks: CallbackThread, *, is_stepwise: bool = False
@@ -39,6 +48,11 @@ class Dispatcher(ABC):
         self.callbacks = callbacks
         self._pid = os.getpid()
 
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Give the number of workers; ranks are counted from 0 to it."""
+
     @abstractmethod
     def dispatch(self, flights: Sequence[Flight]) -> None:
         """Send one forward over ``flights``, which are registered before; never blocks."""
@@ -46,6 +60,8 @@ class Dispatcher(ABC):
     @abstractmethod
     def check_usable(self) -> None:
         """Raise what keeps this from taking work, if anything does."""
+
+    # --- path 1 -------------------------------------------------------------------------------
 
     def execute_model(
         self, request: DiffusionRequest, timeout_s: float | None = None
@@ -138,6 +154,68 @@ class Dispatcher(ABC):
         )
         return flight.output
 
+    # --- path 2 -------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of the workers, else of their pipelines; one result each, in rank order.
+
+        ``ranks`` None: all. Runs on the workers' main threads, in the order of commands, beside
+        whatever requests are under way. ``execute_model`` goes the way of forwards, on one group,
+        and answers with a ``RunnerOutput``.
+
+        Raises:
+            ConfigError: There is no such rank.
+            TimeoutError: No answer within ``timeout_s``; the call may still run.
+            WorkerDiedError: A worker died, or is being restarted.
+            Whatever the method raised, with its remote traceback as cause.
+        """
+        self.check_usable()
+        self.callbacks.refuse_to_block()
+        every = range(self.size)
+        wanted = every if ranks is None else ranks
+        for rank in wanted:
+            if rank not in every:
+                raise ConfigError("ranks", list(wanted), f"0 to {every[-1]}")
+        if method in FORWARDS:
+            run = getattr(self.leader(wanted[0]), method)
+            return [run(*args, **{"timeout_s": timeout_s, **(kwargs or {})})]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        calls = self.call(method, args, kwargs, ranks=wanted)
+        return [call.result(_remaining_s(deadline)) for call in calls]
+
+    @abstractmethod
+    def call(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] = (0,),
+    ) -> list[PendingCall]:
+        """Send a call to each of ``ranks``.
+
+        No other command comes between those of one group, so what its workers do in it they may
+        do together.
+
+        Raises:
+            PackingError: An argument can't travel; names it.
+            WorkerDiedError, EngineClosedError: Nothing is taken any more.
+        """
+
+    @abstractmethod
+    def leader(self, rank: int) -> Dispatcher:
+        """Give what sends forwards to the group of a rank."""
+
+    # --- processes ----------------------------------------------------------------------------
+
     @property
     def is_in_child(self) -> bool:
         """Tell whether this is a forked child of the process that made the executor."""
@@ -152,11 +230,8 @@ class Dispatcher(ABC):
         _check_process(self._pid)
 
 
-def fresh(error: BaseException) -> BaseException:
-    """Copy an error that many will raise: each raise adds its frames to the one it raises."""
-    twin = copy.copy(error)
-    twin.__cause__ = error.__cause__
-    return twin
+def _remaining_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _before_wait(pid: int, want: Callable[[str], None] | None, output_id: str) -> None:

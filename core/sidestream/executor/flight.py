@@ -20,6 +20,7 @@ from sidestream.transport.failure import describe_error, detach_frames
 
 if TYPE_CHECKING:
     from sidestream.executor.callbacks import CallbackThread
+    from sidestream.executor.worker_load import WorkerLoad
     from sidestream.transport.envelope import Delivery
 
 
@@ -51,8 +52,8 @@ class Flight:
         self.packed = packed
         #: Which run of the request is current.
         self.attempt = 0
-        #: The executor that has it, from dispatch until its output is out.
-        self.owner: object | None = None
+        #: Of whose load it is a part, from dispatch until its output is out.
+        self.owner: WorkerLoad | None = None
         #: The forward that it is in.
         self.rpc_id = 0
         #: Whether that forward is queued on a device.

@@ -7,6 +7,7 @@ tree or an exception may run a user's code, which the pump never does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import weakref
@@ -215,6 +216,13 @@ class _Waiters(list[Any]):
         if future is not None and not future.done():
             self._callbacks.refuse_to_block()
         super().append(waiter)
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Copy an error that many will raise: each raise adds its frames to the one it raises."""
+    twin = copy.copy(error)
+    twin.__cause__ = error.__cause__
+    return twin
 
 
 def _call_back(future: Future[Any], fn: Callable[[Future[Any]], object]) -> None:

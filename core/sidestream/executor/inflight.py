@@ -10,12 +10,15 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidestream.executor.flight import Flight
-from sidestream.executor.futures import OutputFuture
+from sidestream.executor.futures import OutputFuture, fresh
 from sidestream.executor.holding import holds_any
 from sidestream.executor.stepwise import StepFuture
+
+if TYPE_CHECKING:
+    from sidestream.executor.worker_load import WorkerLoad
 
 
 class InflightTable:
@@ -64,7 +67,7 @@ class InflightTable:
         with self._lock:
             self._output_futures[flight.key] = flight
 
-    def add_forward(self, flights: Iterable[Flight], owner: object) -> int:
+    def add_forward(self, flights: Iterable[Flight], owner: WorkerLoad) -> int:
         """Register one forward of ``owner`` over ``flights``; gives its ``rpc_id``."""
         now = time.monotonic()
         with self._lock:
@@ -77,7 +80,7 @@ class InflightTable:
                 flight.dispatched_at = now
             return self._last_rpc_id
 
-    def assign(self, flights: Iterable[Flight], rpc_id: int, owner: object) -> None:
+    def assign(self, flights: Iterable[Flight], rpc_id: int, owner: WorkerLoad) -> None:
         """Note that ``owner`` has flights from now on, by the command ``rpc_id``."""
         now = time.monotonic()
         with self._lock:
@@ -141,6 +144,12 @@ class InflightTable:
         """Forget an output; False if it was out already."""
         with self._lock:
             return self._output_futures.pop(flight.key, None) is not None
+
+    def fail(self, flights: Iterable[Flight], error: BaseException) -> None:
+        """Forget outputs, and fail those that were not out, each with a copy of ``error``."""
+        for flight in flights:
+            if self.drop_flight(flight):
+                flight.fail(fresh(error))
 
     def take_calls(self, owner: object) -> list[Future[Any]]:
         """Take out the calls to ``owner``, which will not answer any more."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from sidestream.errors import (
     EngineClosedError,
@@ -18,28 +16,24 @@ from sidestream.errors import (
     RequestError,
     WorkerDiedError,
     WorkerHungError,
-    WorkerStartError,
 )
 from sidestream.executor.base import FORCE_S, Executor
 from sidestream.executor.callbacks import CallbackThread
 from sidestream.executor.caller_pump import CallerPump, ReadingTurn
-from sidestream.executor.dispatcher import fresh
+from sidestream.executor.calls import PendingCall
 from sidestream.executor.flight import Flight
-from sidestream.executor.futures import EngineFuture
+from sidestream.executor.futures import fresh
 from sidestream.executor.health import Health, RankHealth
 from sidestream.executor.inflight import InflightTable
 from sidestream.executor.process import WorkerProcess
 from sidestream.executor.pump import ResultPump, ResultPumpThread
 from sidestream.executor.result_channel import ResultChannel
+from sidestream.executor.worker_start import WorkerStart
 from sidestream.protocol import Command, Shutdown
 from sidestream.transport.channel import Frame
 from sidestream.transport.envelope import Delivery, encode_command
-from sidestream.transport.failure import describe_error
-from sidestream.worker.exits import EXIT_START_FAILED
 from sidestream.worker.worker import WorkerSettings
 
-#: How often a waiting start looks whether the worker still makes progress.
-_START_POLL_S: Final = 0.2
 #: How long a worker that closed its connection may take to be gone: it is ending.
 _LINGER_S: Final = 0.5
 #: How long it may take to hear of a death that is known.
@@ -73,9 +67,7 @@ class MultiprocExecutor(Executor):
             callbacks=callbacks,
         )
         self._settings = settings
-        self._start_timeout_s = start_timeout_s
-        self._stage = "spawn"
-        self._last_progress = 0.0
+        self._start = WorkerStart(start_timeout_s)
         self._last_words = ""
         self._hung: WorkerHungError | None = None
         self._processes: list[WorkerProcess] = []
@@ -102,9 +94,10 @@ class MultiprocExecutor(Executor):
 
     def start(self) -> None:
         """Spawn the worker and wait until it is ready."""
-        self._last_progress = time.monotonic()
+        self._start.moved_at = time.monotonic()
         try:
-            self._await_start(self._spawn())
+            starts = self._spawn()
+            self.worker = self._start.wait(self._processes, starts)
         except BaseException:
             # Also KeyboardInterrupt: nothing may be left of a start that was given up.
             self.shutdown(timeout_s=0.0)
@@ -112,8 +105,8 @@ class MultiprocExecutor(Executor):
         for process in self._processes:
             process.echo_stderr()
 
-    def _spawn(self) -> list[EngineFuture[Delivery]]:
-        """Start the processes; gives the futures of their being ready."""
+    def _spawn(self) -> list[PendingCall]:
+        """Start the processes; gives the calls that they answer when they are ready."""
         with self._ending:
             if self._closed is not None:
                 raise fresh(self._closed)
@@ -122,62 +115,15 @@ class MultiprocExecutor(Executor):
             self._pump.start()
             starts = []
             for process in self._processes:
-                started: EngineFuture[Delivery] = EngineFuture(self.callbacks)
-                rpc_id = self.table.add_call(started, self)
+                started = self.calls.add()
                 self._pump.add(process.channel)
                 self._pump.watch(process.pidfd, partial(self._on_exit, process))
-                self._pump.send(process.channel, process.start_frame(rpc_id))
+                self._pump.send(process.channel, process.start_frame(started.rpc_id))
                 starts.append(started)
             return starts
 
     def _make_processes(self) -> list[WorkerProcess]:
         return [WorkerProcess(self._settings)]
-
-    def _await_start(self, starts: list[EngineFuture[Delivery]]) -> None:
-        for process, started in zip(self._processes, starts, strict=True):
-            while not self._await_one(started):
-                silent_s = time.monotonic() - self._last_progress
-                if silent_s > self._start_timeout_s:
-                    raise self._start_error(
-                        process,
-                        f"gave no sign of progress for {silent_s:.0f} s "
-                        f"(start_timeout_s={self._start_timeout_s:g})",
-                    )
-        ends = [_open_start(started) for started in starts]
-        if all(end.error is None for end in ends):
-            self.worker = ends[0].worker
-            return
-        # One that fails takes the others along; the first one's reason is the reason.
-        first = min((end for end in ends if end.error is not None), key=lambda end: end.at)
-        process, error = self._processes[ends.index(first)], first.error
-        assert error is not None
-        if isinstance(error, WorkerDiedError):
-            process = next(one for one in self._processes if one.rank == error.rank)
-            raise self._start_error(process, str(error)) from error
-        # The worker ends by itself after such a message; its text is complete then.
-        process.is_gone(2.0)
-        raise self._start_error(process, describe_error(error)) from error
-
-    def _await_one(self, started: EngineFuture[Delivery]) -> bool:
-        """Wait for a moment; tells whether a start is over, well or not."""
-        if not self._attend(started.done, _START_POLL_S):
-            try:
-                started.exception(_START_POLL_S)
-            except concurrent.futures.TimeoutError:
-                pass
-        return started.done()
-
-    def _start_error(self, process: WorkerProcess, what: str) -> WorkerStartError:
-        text = process.stderr_tail()
-        printed = f"\nThe worker printed:\n{text}" if text else ""
-        return WorkerStartError(
-            f"Worker {process.rank} (pid {process.pid}) did not start; at stage "
-            f"{self._stage!r}: {what}{printed}",
-            rank=process.rank,
-            pid=process.pid,
-            stage=self._stage,
-            stderr=text,
-        )
 
     def has_started(self, flight: Flight) -> bool:
         """Tell whether the worker has begun with a flight that it has."""
@@ -262,7 +208,7 @@ class MultiprocExecutor(Executor):
     # --- the pump -----------------------------------------------------------------------------
 
     def _on_message(self, _channel: ResultChannel, delivery: Delivery) -> None:
-        self._last_progress = time.monotonic()
+        self._start.moved_at = time.monotonic()
         self._on_delivery(delivery)
 
     def _on_progress(self, delivery: Delivery) -> None:
@@ -270,7 +216,7 @@ class MultiprocExecutor(Executor):
         if stage.startswith("lost: "):
             self._last_words = stage.removeprefix("lost: ")
         else:
-            self._stage = stage
+            self._start.stage = stage
 
     def _on_unsent(self, _channel: ResultChannel, frame: Frame, error: Exception) -> None:
         reason = RequestError(f"There is no memory to send this to its worker: {error}")
@@ -279,7 +225,7 @@ class MultiprocExecutor(Executor):
         if call is not None:
             call.set_exception(reason)
         else:
-            self._end_forward(frame.rpc_id, reason)
+            self.answers.fail_forward(frame.rpc_id, reason)
 
     def _on_closed(self, channel: ResultChannel, reason: Exception) -> None:
         # As a rule the worker is ending, and the process descriptor says so next. One that lives on
@@ -310,28 +256,7 @@ class MultiprocExecutor(Executor):
                 rank=process.rank,
                 pid=process.pid,
                 exit_code=exit_code,
-                request_ids=[flight.request_id for flight in self.table.flights_of(self)],
+                request_ids=[flight.request_id for flight in self.load.flights()],
                 hint=self._last_words,
             )
         )
-
-
-@dataclass(frozen=True)
-class _StartEnd:
-    """How a start ended, and when as far as that tells which rank's reason is the reason."""
-
-    at: float
-    error: BaseException | None = None
-    worker: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _open_start(started: EngineFuture[Delivery]) -> _StartEnd:
-    try:
-        delivery = started.result(0.0)
-    except WorkerDiedError as died:
-        # Before all others; but whoever said why it ends has said it better.
-        return _StartEnd(math.inf if died.exit_code == EXIT_START_FAILED else -math.inf, died)
-    message, _ = delivery.open()
-    if message.error is not None:
-        return _StartEnd(delivery.received_at, message.error)
-    return _StartEnd(delivery.received_at, worker=message.result)

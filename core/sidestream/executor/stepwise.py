@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sidestream.executor.futures import EngineFuture
+from sidestream.executor.futures import EngineFuture, fresh
 from sidestream.protocol import ExecuteStep, StepFate, StepResult, StepStage
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ class StepCalls:
         self._call = rpc_id, future
         return rpc_id
 
-    def fail(self, error: Callable[[], BaseException]) -> None:
-        """Fail what is open: the worker will not answer."""
+    def fail(self, error: BaseException) -> None:
+        """Fail what is open with a copy of ``error``: the worker will not answer."""
         for call in self._table.take_calls(self):
-            call.set_exception(error())
+            call.set_exception(fresh(error))
 
     def busy_since(self, flights: Iterable[Flight]) -> float | None:
         """Say since when the worker has what it has of ``flights``; None: it has nothing to do.

@@ -114,7 +114,7 @@ class TensorParallelExecutor(MultiprocExecutor):
     def _on_message(self, channel: ResultChannel, delivery: Delivery) -> None:
         process = next(one for one in self._processes if one.channel is channel)
         is_result = delivery.kind == AsyncOutputKind.RPC_RESULT
-        if process is not self.process and is_result and delivery.rpc_id in self._executing:
+        if process is not self.process and is_result and self.load.is_executing(delivery.rpc_id):
             # That forward has no answer yet, and gets none: this rank is about to end the group.
             self._failed_alone[delivery.rpc_id] = process, delivery
             return
@@ -125,7 +125,7 @@ class TensorParallelExecutor(MultiprocExecutor):
             self._kill()
 
     def _on_unsent(self, channel: ResultChannel, frame: Frame, error: Exception) -> None:
-        is_shared = frame.rpc_id in self._executing
+        is_shared = self.load.is_executing(frame.rpc_id)
         super()._on_unsent(channel, frame, error)
         if is_shared:  # the other ranks have it, or will
             self._last_words = f"A command could not be sent to all ranks: {error}"
