@@ -40,10 +40,13 @@ else:
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Import no file of slow tests where none of them is wanted: many bring diffusers along."""
-    if "not slow" not in config.getoption("markexpr") or collection_path.suffix != ".py":
+    """Import no file that has none of the tests that are wanted: many bring diffusers along."""
+    wanted = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or "slow" not in wanted:
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    text = collection_path.read_text()
+    is_all_slow, is_not_slow = "\npytestmark = pytest.mark.slow\n" in text, "mark.slow" not in text
+    return (is_all_slow if "not slow" in wanted else is_not_slow) or None
 
 
 def pytest_collection_finish():

@@ -180,7 +180,7 @@ def test_an_engine_chooses_the_good_one_beside_all_of_them(plugins):
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
 

@@ -151,7 +151,7 @@ def test_an_interrupt_ends_the_examination_and_its_children(torchless, is_runnin
     )
     until(marker.exists)
     doctor.send_signal(signal.SIGINT)
-    assert doctor.wait(30) == 130
+    assert doctor.wait(60) == 130
     assert not is_running(int(marker.read_text()))
 
 

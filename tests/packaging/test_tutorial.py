@@ -35,7 +35,7 @@ class Author:
             env={**kept, "PATH": f"{self._bin}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -60,7 +60,7 @@ def author(wheel, site, tmp_path_factory):
     return author
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_tutorial_leads_from_an_empty_folder_to_an_engine_on_acme(author):
     for kind, text in BLOCK.findall(PAGE):
         if kind == "sh":
@@ -79,7 +79,7 @@ def test_the_tutorial_leads_from_an_empty_folder_to_an_engine_on_acme(author):
     assert author.printed[-1] == "acme 1.0 slot\n"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.soak
 def test_what_the_tutorial_made_is_well_for_the_doctor(author):
     if not (author.folder / "dist").exists():
