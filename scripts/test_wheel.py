@@ -2,9 +2,9 @@
 
     python scripts/test_wheel.py [--wheel FILE] [--torch VERSION] [--folder DIR] [-- ARGUMENT ...]
 
-Makes an environment in the folder with torch, the wheel and its extras diffusers and test, copies
-the tests beside it, and runs them there; arguments go to pytest. Tests of the sources themselves
-(packaging, docs) stay behind. The wheel is dist/*.whl by default: 'make package'.
+Makes an environment in the folder with torch, the wheel and its extras diffusers, video, lora and
+test, copies the tests beside it, and runs them there; arguments go to pytest. Tests of the sources
+themselves (packaging, docs) stay behind. The wheel is dist/*.whl by default: 'make package'.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def install(python: Path, wheel: Path, constraints: Path) -> None:
         run(*pip, torch)
     say(f"Installing {wheel.name}")
     run(*pip, "--force-reinstall", "--no-deps", wheel)
-    run(*pip, f"{wheel}[diffusers,test]")
+    run(*pip, f"{wheel}[diffusers,video,lora,test]")
 
 
 def copy_tests(tree: Path) -> Path:

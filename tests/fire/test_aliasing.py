@@ -189,7 +189,7 @@ def test_a_long_run_needs_no_more_memory_than_a_short_one(couriers, way, count, 
 def test_a_forked_child_never_sees_another_requests_pixels(script, platform):
     program = script(
         """
-import select
+import select, warnings
 from payload_pipes import *
 
 engine = start(sys.argv[1], host_buffer_bytes=8 * MIB)
@@ -200,7 +200,9 @@ for handle in ready:
 parent_says, parent_writes = os.pipe()
 child_writes = os.pipe()
 
-if os.fork() == 0:
+with warnings.catch_warnings(action="ignore"):  # from 3.12 on, of threads that were started
+    child = os.fork()
+if child == 0:
     tensors = [output.output for output in taken]
     del taken[0]
     tensors += [handle.result(0).output for handle in ready]
