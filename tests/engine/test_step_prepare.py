@@ -178,6 +178,7 @@ def test_where_it_can_not_be_done_a_request_is_prepared_between_steps(
 # --- what is asked of the pipeline ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_networks_are_looked_at_again_only_behind_a_call(engines, steps):
     engine = engines("hook_pipes:Hooked", "sim", "uniproc", **CONFIG)
     call = engine.executor.collective_rpc
@@ -189,6 +190,7 @@ def test_networks_are_looked_at_again_only_behind_a_call(engines, steps):
     assert call("looks")[0] == before + 2
 
 
+@pytest.mark.slow
 def test_a_hook_that_a_call_adds_is_seen_for_the_next_request(engines, busy, gate, steps):
     engine = engines("hook_pipes:Hooked", "sim", "uniproc", **CONFIG)
     call = engine.executor.collective_rpc
@@ -291,7 +293,13 @@ def test_a_method_that_was_called_may_have_changed_what_preparing_reads(start, b
 # --- giving up ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout_s", [None, 1.0], ids=["an abort", "a deadline"])
+@pytest.mark.parametrize(
+    "timeout_s",
+    [
+        pytest.param(None, id="an abort"),
+        pytest.param(1.0, id="a deadline", marks=pytest.mark.slow),
+    ],
+)
 def test_a_request_is_given_up_while_it_is_prepared_beside_steps_that_are_held(
     start, busy, make_gate, until, steps, timeout_s
 ):
@@ -403,7 +411,7 @@ def test_a_device_that_fails_in_preparing_is_not_the_fault_of_an_output_on_its_w
     assert (engine.submit(request(3)).result(PROMPT_S).output == 6).all()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_after_a_death_in_preparing_all_that_were_there_run_again(make_engine, tmp_path):
     engine = make_engine(
         "step_pipes:Besides",
