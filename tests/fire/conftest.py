@@ -238,16 +238,16 @@ def pipes(tmp_path) -> Iterator[Pipes]:
 @pytest.fixture
 def eventually() -> Callable[..., bool]:
     """Wait until a condition holds, as ``assert eventually(lambda: ...)``."""
+    return _holds_soon
 
-    def wait(condition: Callable[[], bool], within_s: float = PROMPT_S) -> bool:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
 
-    return wait
+def _holds_soon(condition: Callable[[], bool], within_s: float = PROMPT_S) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 #: What the outputs of ``couriers`` may take: eight of 1 MiB.
@@ -266,8 +266,7 @@ def couriers() -> Iterator[Callable[[tuple[str, str]], sidestream.DiffusionEngin
             running[way] = payload_pipes.start(*way, host_buffer_bytes=COURIERS_BYTES)
         engine = running[way]
         payload_pipes.settle(engine)
-        counts = engine.stats()
-        assert (counts["ready_bytes"], counts["outputs"]) == (0, 0)
+        assert _holds_soon(lambda: engine.stats()["ready_bytes"] == engine.stats()["outputs"] == 0)
         return engine
 
     yield get
