@@ -84,6 +84,7 @@ class QueueingContract(BusyStreamContract):
             return event.wait()
 
         copied = queue_copy(recorded(platform, device), output)
+        platform.synchronize_device(device)  # not by the event, which might remember that
         with ThreadPoolExecutor(1) as threads, self.busy_stream(device):
             written = recorded(platform, device)
             behind = threads.submit(queue_copy, written, next_output).result(LIVENESS_S)
