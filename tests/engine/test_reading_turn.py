@@ -47,6 +47,12 @@ def test_a_lone_caller_reads_its_own_answer(executor):
     assert set(threading.enumerate()) <= before
 
 
+def test_a_lone_executor_has_one_rank(executor):
+    assert executor.collective_rpc("echo", (1,), ranks=[0]) == [1]
+    with pytest.raises(sidestream.ConfigError, match="ranks"):
+        executor.collective_rpc("echo", (1,), ranks=[1])
+
+
 def test_callers_of_many_threads_each_get_their_own_answer(executor):
     def ask(number):
         return executor.collective_rpc("echo", (number,), timeout_s=PROMPT_S)

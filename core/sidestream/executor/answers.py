@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AnswerRouter:
-    """Brings what one worker answers to whoever waits for it; used on the pump.
+    """Brings what one worker answers to whoever waits for it; for whoever reads messages.
 
     What nobody waits for any more is let go of undecoded, and counted.
     """
