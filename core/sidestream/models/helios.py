@@ -49,7 +49,6 @@ class Helios(DiffusersVideo):
 
     pipeline_class = HeliosPipeline
     size_multiple = 16
-    prepares_alike = True  # no stage moves, casts or compiles weights
 
     def __init__(self, pipeline: Any, defaults: Mapping[str, Any] | None = None) -> None:
         super().__init__(pipeline, defaults)

@@ -74,7 +74,6 @@ class HunyuanImage3(OneByOne):
     one rank each holds a part of the transformer, see ``sharding``.
     """
 
-    prepares_alike = True  # no stage moves, casts or compiles weights
     post_process = "HunyuanImage3Pipeline"
 
     def __init__(

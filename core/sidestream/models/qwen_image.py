@@ -44,7 +44,6 @@ class QwenImage:
     """
 
     supports_request_batch = True
-    prepares_alike = True  # no stage moves, casts or compiles weights
     #: Every forward allocates its results anew, and the decoder keeps none of them.
     outputs_are_private = True
     post_process = "QwenImagePipeline"

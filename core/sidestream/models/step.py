@@ -55,11 +55,6 @@ class StepPipeline(Pipeline, Protocol):
         ``load`` or a called method made, or what it made itself; changes nothing that other stages
         read; and all that it makes for them is in the state: in collections or attributes, not in
         a closure or a generator. Weights that hooks move or cast as they run rule it out.
-    ``prepares_alike: bool`` (absent: False)
-        Whether ``may_prepare_beside`` says the same of all requests without ``inputs`` and
-        ``extra`` until a method is called: no stage adds such hooks. Then it is asked once, and
-        again behind a call or a request with these. A class that derives from this one may do
-        more in its stages, so it has to say this anew.
     """
 
     def prepare_encode(self, request: DiffusionRequest) -> StepState:
@@ -80,9 +75,7 @@ class StepPipeline(Pipeline, Protocol):
 
 
 class PreparedBeside(Protocol):
-    """What a class may have for requests to be prepared beside the steps of others."""
-
-    prepares_alike: bool
+    """The optional method by which requests are prepared beside the steps of others."""
 
     def may_prepare_beside(self, request: DiffusionRequest) -> bool:
         """Say whether this request's ``prepare_encode`` may run on a stream of its own."""

@@ -47,32 +47,18 @@ class Stages:
             if callable(share_key) and self._denoise_steps is not None
             else lambda _state: None
         )
-        # Not by getattr: the stages of a derived class may do more than those of its base.
-        self._prepares_alike = bool(vars(type(pipeline)).get("prepares_alike", False))
-        # What the pipeline says to each; None: it has to be asked.
-        self._may_prepare_beside: bool | None = None
-
-    def note_changed(self) -> None:
-        """Note that something else than a stage may have changed the pipeline."""
-        self._may_prepare_beside = None
 
     def may_prepare_beside(self, request: DiffusionRequest) -> bool:
         """Tell whether :meth:`prepare` may run on a stream of its own for this request."""
-        may_bring_code = _may_bring_code(request)
-        if self._may_prepare_beside is not None and not may_bring_code:
-            return self._may_prepare_beside
         ask = getattr(self._pipeline, "may_prepare_beside", None)
         if not callable(ask):
             return False
-        with self._running(request):
-            answer = bool(ask(request))
-        if self._prepares_alike and not may_bring_code:
-            self._may_prepare_beside = answer
-        return answer
+        with _as_request_error(request):
+            return bool(ask(request))
 
     def prepare(self, request: DiffusionRequest) -> StepState:
         """Make the state of a request."""
-        with self._running(request):
+        with _as_request_error(request):
             return cast("StepState", self._pipeline.prepare_encode(request))
 
     def denoise(self, states: Sequence[StepState]) -> list[Tensor | RequestError]:
@@ -83,7 +69,7 @@ class Stages:
         """
         if len(states) > 1 and self._denoise_steps is not None:
             try:
-                with self._running(*(state.request for state in states)):
+                with _as_request_error(None):
                     predictions = list(self._denoise_steps(states))
                 if len(predictions) == len(states):
                     return cast("list[Tensor | RequestError]", predictions)
@@ -93,41 +79,33 @@ class Stages:
 
     def _denoise_alone(self, state: StepState) -> Tensor | RequestError:
         try:
-            with self._running(state.request):
+            with _as_request_error(state.request):
                 return cast("Tensor", self._pipeline.denoise_step(state))
         except RequestError as error:
             return error
 
     def advance(self, state: StepState, prediction: Tensor) -> Payload | None:
         """Advance a state by one step; gives the part of its output that this finished, if any."""
-        with self._running(state.request):
+        with _as_request_error(state.request):
             self._pipeline.step_scheduler(state, prediction)
             chunk, state.chunk = state.chunk, None
             return None if chunk is None else self._loaded.finished(chunk, state.request)
 
     def decode(self, state: StepState) -> Payload:
         """Make the payload of a state that is done."""
-        with self._running(state.request):
+        with _as_request_error(state.request):
             tree: Any = self._pipeline.post_decode(state)
             return self._loaded.finished(tree, state.request)
 
-    @contextmanager
-    def _running(self, *requests: DiffusionRequest) -> Iterator[None]:
-        import torch
 
-        try:
-            with torch.no_grad():
-                yield
-        except RequestError:
-            raise
-        except BaseException as error:
-            request_id = requests[0].request_id if len(requests) == 1 else None
-            raise execution_error(error, request_id) from error
-        finally:
-            if any(map(_may_bring_code, requests)):
-                self.note_changed()
+@contextmanager
+def _as_request_error(request: DiffusionRequest | None) -> Iterator[None]:
+    import torch
 
-
-def _may_bring_code(request: DiffusionRequest) -> bool:
-    # In arguments of any class, such as a callback.
-    return bool(request.inputs or request.sampling_params.extra)
+    try:
+        with torch.no_grad():
+            yield
+    except RequestError:
+        raise
+    except BaseException as error:
+        raise execution_error(error, None if request is None else request.request_id) from error

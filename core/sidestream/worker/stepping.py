@@ -96,7 +96,6 @@ class Stepper:
 
     def note_call(self) -> None:
         """Note that a method was called, which may have changed the pipeline."""
-        self._stages.note_changed()
         self._preparing.note_changed()
 
     def execute(self, command: ExecuteStep) -> None:
