@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class CallbackThread:
-    """Runs callables in order on one daemon thread, started when the first one comes.
+    """Runs callables in order on one daemon thread, started when the first one is expected.
 
     States: open, closed. Closing lets what is queued run and then ends the thread; a callable that
     comes later, such as one for an output that was ready long before, gets a thread for as long.
@@ -26,16 +26,27 @@ class CallbackThread:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
+    def expect(self) -> None:
+        """Have the thread ready: a Python 3.12 that ends starts none for what comes of that."""
+        if self._thread is not None:
+            return  # without the lock: in a forked child it may be held for ever
+        with self._changed:
+            if self._thread is None and not self._is_closed:
+                self._start()
+
     def post(self, function: Callable[[], object]) -> None:
         """Queue ``function``; any thread."""
         with self._changed:
             self._queue.append(function)
             if self._thread is not None:
                 self._changed.notify()
-                return
-            thread = threading.Thread(target=self._run, name="sidestream-callbacks", daemon=True)
-            thread.start()
-            self._thread = thread
+            else:
+                self._start()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="sidestream-callbacks", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def is_held(self) -> bool:
         """Tell whether the caller is a signal handler that interrupted its thread in here."""

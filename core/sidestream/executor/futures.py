@@ -98,6 +98,7 @@ class EngineFuture(Future[T], Generic[T]):
         """Have ``fn(self)`` called on the callback thread once this is done."""
         self.want()
         callbacks = self._callbacks
+        callbacks.expect()
         super().add_done_callback(lambda future: callbacks.post(partial(_call_back, future, fn)))
 
     def refuse_to_block(self) -> None:
