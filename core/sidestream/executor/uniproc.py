@@ -141,6 +141,8 @@ class UniprocExecutor(Executor):
             self._thread.start()
             error = self._await_start()
             if error is not None:
+                # It ends by itself. Interrupted on its way out it might never give a lock back.
+                self._is_over.wait(_INTERRUPT_S)
                 raise self._start_error(describe_error(error)) from error
             self.worker = self._worker.describe()
         except BaseException:
