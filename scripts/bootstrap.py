@@ -22,7 +22,7 @@ from urllib.parse import urljoin
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 MINIMUM = (3, 11)
-NEWER = ("python3.13", "python3.12", "python3.11")
+NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
 #: Any of them means that a CUDA build has something to run on; dxg is WSL's.
 NVIDIA_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
