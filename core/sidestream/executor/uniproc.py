@@ -131,6 +131,8 @@ class UniprocExecutor(Executor):
         # In place of join() and is_alive(): a join that Ctrl-C interrupts takes its thread for
         # ended, in some Pythons.
         self._is_over = threading.Event()
+        # Whether it has nothing more to do but to end.
+        self._is_leaving = False
         # The thread lives on after shutdown, and closes the control page when it ends.
         self._is_left = False
 
@@ -141,8 +143,6 @@ class UniprocExecutor(Executor):
             self._thread.start()
             error = self._await_start()
             if error is not None:
-                # It ends by itself. Interrupted on its way out it might never give a lock back.
-                self._is_over.wait(_INTERRUPT_S)
                 raise self._start_error(describe_error(error)) from error
             self.worker = self._worker.describe()
         except BaseException:
@@ -208,8 +208,11 @@ class UniprocExecutor(Executor):
     def _interrupt(self) -> None:
         # Not just left running: a daemon thread that comes back from torch while the interpreter
         # ends takes the process down with SIGABRT.
-        thread_id = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(EngineClosedError))
+        # But on its way out it ends by itself, and interrupted it might never give a lock back.
+        if not self._is_leaving:
+            thread_id = ctypes.c_ulong(self._thread.ident or 0)
+            interruption = ctypes.py_object(EngineClosedError)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, interruption)
         self._is_over.wait(_INTERRUPT_S)
 
     def on_message(self, delivery: LocalDelivery) -> None:
@@ -235,6 +238,7 @@ class UniprocExecutor(Executor):
             reason.__cause__ = error
             self._break(reason)
         finally:
+            self._is_leaving = True
             with self._lock:
                 self._is_over.set()
                 if self._is_left:
@@ -244,6 +248,7 @@ class UniprocExecutor(Executor):
         try:
             self._worker.start()
         except BaseException as error:  # noqa: BLE001 - boundary: start() raises it in its caller
+            self._is_leaving = True
             self._ready.put(error)
             return
         self._ready.put(None)
