@@ -105,13 +105,12 @@ def test_a_handoff_moves_the_pixels_once_and_makes_nothing(session):
     assert row["bytes_to_pixels"] == 1
     assert row["made"] == 0
     assert len(samples) == 6
-    # On a busy machine the host is late to set the device's clock by its own, by less than this.
-    assert -50 < row["ready_p50_ms"] <= row["read_p50_ms"]
+    assert 0 < row["ready_p50_ms"] <= row["read_p50_ms"]
 
 
 def test_eight_requests_share_a_forward_and_the_first_is_ready_before_the_last(session):
     (row,) = first_of_batch(session, ["64px"], rounds=3).rows
-    assert row["forwards"] >= 1  # a busy machine may be too late for company, now and then
+    assert row["forwards"] == 3
     assert row["first_ms"] < row["last_ms"]
 
 

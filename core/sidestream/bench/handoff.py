@@ -31,6 +31,7 @@ LONE_FORWARD_S: Final = 0.005
 BATCH: Final = 8
 BATCHES: Final = 20
 BATCH_FORWARD_S: Final = 0.02
+_BATCH_WAIT_S: Final = 10.0
 _PROFILED: Final = 5
 
 
@@ -63,11 +64,11 @@ def first_of_batch(session: Session, outputs: Sequence[str], *, rounds: int = BA
     table = Table(
         name="batch", title=f"Outputs of a forward over {BATCH} requests: ready after its end"
     )
-    # The wait is only there to be filled: eight requests are sent at once.
-    engine = session.engine("on", max_batch_size=BATCH, max_batch_wait_s=0.2)
+    # The wait is only there to be filled, also by a host that is late: eight are sent at once.
+    engine = session.engine("on", max_batch_size=BATCH, max_batch_wait_s=_BATCH_WAIT_S)
     for output in outputs:
         workload = Workload(output=output, forward_s=BATCH_FORWARD_S)
-        warm_up(engine, workload)
+        warm_up(engine, workload, BATCH)
         firsts, lasts = [], []
         for _ in range(rounds):
             series = run_series(engine, workload, BATCH, window=BATCH)
@@ -89,7 +90,7 @@ def first_of_batch(session: Session, outputs: Sequence[str], *, rounds: int = BA
         )
         if session.has_device:
             table.goal(f"{output}: first of {BATCH}, share of the whole", share, bound=0.25)
-    session.drop("on", max_batch_size=BATCH, max_batch_wait_s=0.2)
+    session.drop("on", max_batch_size=BATCH, max_batch_wait_s=_BATCH_WAIT_S)
     return table
 
 

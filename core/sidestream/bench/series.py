@@ -169,10 +169,10 @@ def limit_of(engine: DiffusionEngine, workload: Workload, count: int) -> float:
     return rate
 
 
-def warm_up(engine: DiffusionEngine, workload: Workload) -> None:
+def warm_up(engine: DiffusionEngine, workload: Workload, count: int = _WARM) -> None:
     """Run what comes before a series that is measured: the same in short."""
     short = dataclasses.replace(workload, forward_s=min(workload.forward_s, _WARM_S))
-    for _ in engine.imap(short.requests(_WARM)):
+    for _ in engine.imap(short.requests(count)):
         pass
     call(engine, "take_forwards")
 

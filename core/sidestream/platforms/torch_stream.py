@@ -48,7 +48,7 @@ class TorchEvent:
         self.native: Final = event
         self._stream: Final = stream
         self._host_wait: Final = host_wait
-        # Once reached it stays so. Set by a wait alone: a question is no proof with all vendors.
+        # Once reached it stays so. Set by a wait alone, which is what outputs are sent by.
         self._is_reached = False
 
     def query(self) -> bool:
